@@ -1,0 +1,221 @@
+"""Build data/tang.txt: 35,135 Tang poems, one a line, simplified characters, UTF-8.
+
+    python data/prepare.py                    # by npm when it is installed, else from GitHub
+    python data/prepare.py --source FOLDER    # from a clone, a folder with the JSON files, or the .tgz archive
+
+The source is chinese-poetry (MIT licence): npm package chinese-poetry 2.0.1, or the same 58 files in the
+GitHub repository at the commit below. A poem is converted from traditional characters, then kept if it has
+2 or 4 couplets of lines of five, or of seven, characters throughout; of equal texts the first is kept.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, Python looks beside this file only
+from gpt import Stop, run, write_file  # noqa: E402
+
+CORPUS = Path(__file__).resolve().parent / "tang.txt"
+SHA256 = "70f39b9a90e28b17350429bd1e0eb6c3748eaffd73f6a3403d112a4af618c8fc"
+PACKAGE = "chinese-poetry@2.0.1"
+COMMIT = "99ebbef7e1345c0985c44b9fd96a3f9e776f117b"
+GITHUB = f"https://raw.githubusercontent.com/chinese-poetry/chinese-poetry/{COMMIT}/%E5%85%A8%E5%94%90%E8%AF%97/"
+FILES = [f"poet.tang.{n}.json" for n in range(0, 58000, 1000)]  # in the order that decides which duplicate is first
+OPENCC = "1.4.2"  # other releases convert some characters otherwise, and the SHA-256 would not come out
+FOLDERS = ("quantangshi", "全唐诗")  # where they lie in the package and in the repository
+TIMEOUT = 60  # seconds without an answer
+
+# The whole text of a poem that is kept: 2 or 4 couplets, one line length throughout.
+FORM = re.compile(
+    "|".join(f"(?:[\u4e00-\u9fff]{{{n}}}，[\u4e00-\u9fff]{{{n}}}。){{{k}}}" for n in (5, 7) for k in (2, 4))
+)
+
+
+def check(data):
+    """Whether data (bytes) is the corpus, to the last byte."""
+    return hashlib.sha256(data).hexdigest() == SHA256
+
+
+def from_archive(path):
+    """Yield (name, bytes) of each of FILES in a .tgz, read as a stream; nothing is extracted."""
+    try:
+        with tarfile.open(path, "r|gz") as archive:
+            for member in archive:
+                *_, folder, name = ("", *member.name.split("/"))
+                if name in FILES and folder in FOLDERS and member.isfile():
+                    yield name, archive.extractfile(member).read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise Stop(f"{path} is not a whole .tgz archive ({error}); fetch it again") from None
+
+
+def from_folder(path):
+    """Yield (name, bytes) of each of FILES in a folder, or in one of FOLDERS below it."""
+    for folder in [path, *(f for name in FOLDERS for f in sorted(path.rglob(name)))]:
+        if all((folder / name).is_file() for name in FILES):
+            for name in FILES:
+                yield name, (folder / name).read_bytes()
+            return
+    raise Stop(f"no folder at or below {path} holds all of {FILES[0]} .. {FILES[-1]}; name a clone of chinese-poetry", 2)
+
+
+def from_npm(npm):
+    """Yield (name, bytes) of each of FILES out of the archive that the npm client fetches (85 MB)."""
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"fetching {PACKAGE} with npm (85 MB) ...", file=sys.stderr, flush=True)
+        done = subprocess.run([npm, "pack", PACKAGE, "--silent"], cwd=folder, capture_output=True, text=True,
+                              encoding="utf-8", errors="replace")
+        archives = list(Path(folder).glob("*.tgz"))
+        if done.returncode or not archives:
+            reason = (done.stderr.strip().splitlines() or ["no archive came"])[-1]
+            raise Stop(f"npm pack {PACKAGE} failed: {reason}")
+        yield from from_archive(archives[0])
+
+
+def from_github(base=GITHUB):
+    """Yield (name, bytes) of each of FILES over HTTPS (26 MB in all)."""
+    for name in FILES:
+        try:
+            with urllib.request.urlopen(base + name, timeout=TIMEOUT) as answer:
+                data = answer.read()
+                length = answer.headers.get("Content-Length")
+        except (OSError, urllib.error.URLError) as error:
+            raise Stop(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
+        if length and len(data) != int(length):
+            raise Stop(f"{base + name}: {len(data)} of {length} bytes came; try again")
+        yield name, data
+
+
+def from_anywhere():
+    """Yield (name, bytes) of each of FILES: through the npm client if there is one, else from GitHub."""
+    npm = shutil.which("npm")
+    if npm:
+        try:
+            yield from from_npm(npm)
+            return
+        except Stop as error:
+            print(f"{error}; trying GitHub", file=sys.stderr)
+    yield from from_github()
+
+
+def read_texts(members):
+    """The texts of all poems, in the order of FILES, from (name, bytes) pairs in any order."""
+    poems = {}
+    for name, data in tqdm(members, "reading", len(FILES), unit="file", ascii=True, disable=None):
+        try:
+            poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
+        except (ValueError, TypeError, KeyError):
+            raise Stop(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
+    missing = [name for name in FILES if name not in poems]
+    if missing:
+        raise Stop(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
+    return [text for name in FILES for text in poems[name]]
+
+
+def converter():
+    """The function that turns traditional into simplified characters. Raises Stop unless it is the right opencc."""
+    remedy = f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt"
+    try:
+        import opencc
+    except ImportError as error:
+        raise Stop(f"{remedy} ({error})") from None
+    package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]  # others use the module's name too
+    version = importlib.metadata.version(package)
+    if (package.lower(), version) != ("opencc", OPENCC):
+        raise Stop(f"{remedy} (found: {package} {version}, which converts otherwise)")
+    return opencc.OpenCC("t2s").convert
+
+
+# Why a poem is dropped: the first pattern found in it gives the reason.
+REASONS = {
+    "no text": r"\A\Z",
+    "a lost character (□)": "□",
+    "a character written as its parts ({...})": r"[{}]",
+    "a note in brackets": r"[（）()\[\]〖〗［］]",
+    "another sign, or a rare character beyond U+9FFF": r"[^\u4e00-\u9fff，。！？；：、]",
+    "another form": "",
+}
+
+
+def select(texts):
+    """(poems, dropped): the simplified texts that are kept, in order, and a Counter of why the others are not."""
+    poems, dropped = {}, Counter()
+    for text in texts:
+        if not FORM.fullmatch(text):
+            dropped[next(reason for reason, pattern in REASONS.items() if re.search(pattern, text))] += 1
+        elif text in poems:
+            dropped["a text that is there already"] += 1
+        else:
+            poems[text] = None
+    return list(poems), dropped
+
+
+def report(corpus):
+    """Print what the lesson says of the corpus (bytes)."""
+    text = corpus.decode("utf-8").removesuffix("\n")
+    spring, stop = text.count("春风"), text.count("春风。")
+    print(f"{text.count(chr(10)) + 1:>9,} poems")
+    print(f"{len(text):>9,} characters, {len(set(text) | {chr(10)}):,} different ones")
+    print(f"{spring:>9,} times 春风, {stop:,} of them before 。 ({100 * stop / max(spring, 1):.1f} %)")
+    print(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
+
+
+def prepare(path=CORPUS, source=None):
+    """Make sure that path holds the corpus, and return it (bytes): build it unless it is there, whole and right.
+
+    source: a folder or the .tgz archive; without it, npm or GitHub. The figures go to stdout, progress to stderr.
+    Raises Stop when the corpus cannot be made; path is then as it was.
+    """
+    path = Path(path)
+    with contextlib.suppress(FileNotFoundError):
+        corpus = path.read_bytes()
+        if check(corpus):
+            print(f"{path} is there and right")
+            report(corpus)
+            return corpus
+        print(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew", file=sys.stderr)
+    convert = converter()
+    if source is None:
+        members = from_anywhere()
+    elif Path(source).is_dir():
+        members = from_folder(Path(source))
+    elif Path(source).is_file():
+        members = from_archive(Path(source))
+    else:
+        raise Stop(f"--source {source}: there is no such folder or file", 2)
+    texts = read_texts(members)
+    poems, dropped = select(map(convert, texts))
+    corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
+    print(f"{len(texts):>9,} poems read")
+    for reason, count in dropped.most_common():
+        print(f"{count:>9,} dropped: {reason}")
+    report(corpus)
+    if not check(corpus):
+        raise Stop(f"this is not the corpus: its SHA-256 should be {SHA256}; is the source another version?")
+    write_file(path, corpus)
+    return corpus
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
+    parser.add_argument("--source", metavar="PATH", help="a clone of chinese-poetry, a folder with its 58 files, or the "
+                        f".tgz archive of {PACKAGE}; without it they are fetched")
+    prepare(source=parser.parse_args().source)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
