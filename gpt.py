@@ -406,7 +406,7 @@ def save_state(path, state):
 
 
 def load_state(path):
-    """Read what `save_state` wrote, onto the CPU, without running code from the file. Raises OSError, CheckpointError."""
+    """Read what `save_state` wrote, onto the CPU; no code in the file is run. Raises OSError, CheckpointError."""
     try:
         with open(path, "rb") as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -461,7 +461,7 @@ class Stop(Exception):
 
 
 def pick_device(name):
-    """"auto" -> an NVIDIA GPU, else an Apple one, else the CPU; any other name as it is. Raises Stop when it is not there."""
+    """The torch.device of a name; "auto" is an NVIDIA GPU, else an Apple one, else the CPU. Raises Stop if not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -472,7 +472,7 @@ def pick_device(name):
 
 
 def run(main):
-    """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C; no traceback for these."""
+    """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):  # UTF-8 even where the terminal's code page or LC_ALL says otherwise
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -70,7 +69,7 @@ def from_folder(path):
             for name in FILES:
                 yield name, (folder / name).read_bytes()
             return
-    raise Stop(f"no folder at or below {path} holds all of {FILES[0]} .. {FILES[-1]}; name a clone of chinese-poetry", 2)
+    raise Stop(f"no folder at or below {path} holds all of {FILES[0]} .. {FILES[-1]}; name a clone of the repository", 2)
 
 
 def from_npm(npm):
@@ -133,7 +132,8 @@ def converter():
         import opencc
     except ImportError as error:
         raise Stop(f"{remedy} ({error})") from None
-    package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]  # others use the module's name too
+    # Other packages provide a module of this name too.
+    package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]
     version = importlib.metadata.version(package)
     if (package.lower(), version) != ("opencc", OPENCC):
         raise Stop(f"{remedy} (found: {package} {version}, which converts otherwise)")
@@ -212,8 +212,11 @@ def prepare(path=CORPUS, source=None):
 
 def main():
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
-    parser.add_argument("--source", metavar="PATH", help="a clone of chinese-poetry, a folder with its 58 files, or the "
-                        f".tgz archive of {PACKAGE}; without it they are fetched")
+    parser.add_argument(
+        "--source",
+        metavar="PATH",
+        help=f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE}; without it they are fetched",
+    )
     prepare(source=parser.parse_args().source)
 
 
