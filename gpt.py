@@ -461,7 +461,7 @@ class Stop(Exception):
 
 
 def pick_device(name):
-    """The torch.device of a name; "auto" is an NVIDIA GPU, else an Apple one, else the CPU. Raises Stop if not there."""
+    """The torch.device of a name; "auto" is an NVIDIA GPU, else an Apple one, else the CPU. Raises Stop."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -134,10 +134,13 @@ def make_optimizers(model, p):
     """Muon for the matrices inside the layers (Jordan 2024), AdamW for the embeddings and the norms."""
     matrices = [weight for weight in model.h.parameters() if weight.ndim == 2]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
-    embeddings = {"params": [model.wte.weight, model.wpe.weight], "weight_decay": p.adam_decay}
+    groups = [
+        {"params": [model.wte.weight, model.wpe.weight], "weight_decay": p.adam_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return [
         torch.optim.Muon(matrices, lr=p.muon_lr, weight_decay=p.muon_decay, momentum=0.95),
-        torch.optim.AdamW([embeddings, {"params": norms, "weight_decay": 0}], lr=p.adam_lr, betas=(0.9, 0.95), fused=True),
+        torch.optim.AdamW(groups, lr=p.adam_lr, betas=(0.9, 0.95), fused=True),
     ]
 
 

