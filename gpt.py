@@ -209,11 +209,8 @@ class GPT(nn.Module):
                 length = min(block_size, end - 1 - window)
                 caches = [KVCache(self.config, B, length, idx.device) for _ in self.h]
             for t in range(T, end):
-                if t - window > block_size:
-                    window += (block_size + 1) // 2
-                    fed = window
-                if not use_cache:
-                    fed = window
+                if slide(window, t, block_size) != window or not use_cache:
+                    window = fed = slide(window, t, block_size)
                 # Prefill: the first step feeds the whole prompt. Decode: every later one just the newest character.
                 x = self.hidden(ids[:, fed:t], caches, start=fed - window)
                 logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), at the last position only
@@ -236,6 +233,11 @@ class GPT(nn.Module):
                 if stop is not None and stopped.all():
                     return ids[:, : t + 1]
         return ids
+
+
+def slide(window, t, block_size):
+    """Where the text the model sees begins when it has grown to t characters, given where it began before."""
+    return window if t - window <= block_size else window + (block_size + 1) // 2
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -344,6 +346,10 @@ def _no_choice(allowed):
 # Characters
 
 
+class UnknownCharacters(ValueError):
+    """A text has characters that the vocabulary lacks."""
+
+
 class Vocabulary:
     """The characters a model knows; a character's id is its place in `chars`, a string without repeats."""
 
@@ -357,11 +363,11 @@ class Vocabulary:
         return len(self.chars)
 
     def encode(self, text):
-        """text -> ids (1, T). Raises ValueError, naming every character that is not in the vocabulary."""
+        """text -> ids (1, T). Raises UnknownCharacters, which names every one of them."""
         unknown = [char for char in dict.fromkeys(text) if char not in self.ids]
         if unknown:
             names = "  ".join(f"{char if char.isprintable() else ''} U+{ord(char):04X}".strip() for char in unknown)
-            raise ValueError(f"not in the vocabulary of {len(self):,} characters: {names}")
+            raise UnknownCharacters(f"not in the vocabulary of {len(self):,} characters: {names}")
         return torch.tensor([[self.ids[char] for char in text]], dtype=torch.long)
 
     def decode(self, ids):

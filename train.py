@@ -94,10 +94,12 @@ def training_batch(stream, starts, p, generator):
     teaches what to make of a text that begins in the middle, such as 春风.
     """
     whole = round(p.batch_size * p.poem_share)
-    begin = torch.cat([
-        starts[torch.randint(len(starts), (whole,), generator=generator)],
-        torch.randint(len(stream) - p.block_size, (p.batch_size - whole,), generator=generator),
-    ])  # (batch_size,)
+    begin = torch.cat(
+        [
+            starts[torch.randint(len(starts), (whole,), generator=generator)],
+            torch.randint(len(stream) - p.block_size, (p.batch_size - whole,), generator=generator),
+        ]
+    )  # (batch_size,)
     windows = stream[begin[:, None] + torch.arange(p.block_size + 1)]  # (batch_size, block_size + 1)
     return windows[:, :-1], windows[:, 1:]
 
@@ -207,19 +209,35 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
         better = loss < state["best"]
         trained = sum(state["losses"]) / max(1, len(state["losses"]))
         rate = state["step"] * p.batch_size * p.block_size / max(state["seconds"], 1e-9)
-        state["log"].append([state["step"], round(state["seconds"], 1), round(trained, 4), round(loss, 4),
-                             p.muon_lr * lr_factor(max(0, state["step"] - 1), p), round(rate)])
+        state["log"].append(
+            [
+                state["step"],
+                round(state["seconds"], 1),
+                round(trained, 4),
+                round(loss, 4),
+                p.muon_lr * lr_factor(max(0, state["step"] - 1), p),
+                round(rate),
+            ]
+        )
         state["losses"] = []
         if better:
             state["best"] = loss
-            info = {"step": state["step"], "val_loss": loss, "train_loss": trained, "seconds": state["seconds"],
-                    "parameters": dict(vars(p)), "torch": str(torch.__version__)}
+            info = {
+                "step": state["step"],
+                "val_loss": loss,
+                "train_loss": trained,
+                "seconds": state["seconds"],
+                "parameters": dict(vars(p)),
+                "torch": str(torch.__version__),
+            }
             save_checkpoint(out, model, vocab, info)
         save_resume()
         write_log(out.with_name("log.csv"), state["log"])
         with bar.external_write_mode():
-            print(f"step {state['step']:,}/{p.steps:,}  training loss {trained:.3f}  validation loss {loss:.4f}"
-                  f"{'' if better else ' (not the best)'}  {rate:,.0f} characters/s  {clock(state['seconds'])}")
+            print(
+                f"step {state['step']:,}/{p.steps:,}  training loss {trained:.3f}  validation loss {loss:.4f}"
+                f"{'' if better else ' (not the best)'}  {rate:,.0f} characters/s  {clock(state['seconds'])}"
+            )
             print(f"    {sample_poem(model, vocab)}", flush=True)
 
     lower_lr = f"lower the learning rates; {out} is the last good model"
@@ -274,8 +292,11 @@ def load_resume(path, constants):
         if was != value and name not in MAY_CHANGE:
             raise Stop(f"--{flag(name)} is {value}, but the run in {path} was started with {was}", 2)
     if saved["chars"] != constants["chars"]:
-        raise Stop(f"the corpus has {len(constants['chars']):,} different characters, the run in {path} began with "
-                   f"{len(saved['chars']):,} or others: it cannot go on with another corpus", 2)
+        raise Stop(
+            f"the corpus has {len(constants['chars']):,} different characters, the run in {path} began with "
+            f"{len(saved['chars']):,} or others: it cannot go on with another corpus",
+            2,
+        )
     if saved["corpus"] != constants["corpus"]:
         raise Stop(f"the corpus is another text than the run in {path} began with: it cannot go on with it", 2)
     return saved
@@ -308,32 +329,27 @@ def flag(name):
 
 def parse_args(argv=None):
     """(parameters, other arguments): the flags are made from PARAMETERS."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Ctrl-C saves and says how to go on; "
-                                     "a second one leaves at once.")
-    for name, (value, least, most, what) in PARAMETERS.items():
-        parser.add_argument(f"--{flag(name)}", type=number(type(value), least, most), default=value, metavar="N",
-                            help=f"{what} (default: {value})")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="Ctrl-C saves and says how to go on; a second one leaves at once."
+    )
+    for name, (value, _, _, what) in PARAMETERS.items():
+        parser.add_argument(f"--{flag(name)}", type=type(value), default=value, metavar="N", help=f"{what} ({value})")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run")
     parser.add_argument("--corpus", type=Path, default=CORPUS, metavar="FILE", help="another text, a poem a line")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints" / "gpt.pt", metavar="FILE",
-                        help="where the model goes (default: checkpoints/gpt.pt)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "checkpoints" / "gpt.pt",
+        metavar="FILE",
+        help="where the model goes (default: checkpoints/gpt.pt)",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda or mps (default: a GPU if there is one)")
     args = vars(parser.parse_args(argv))
     p = argparse.Namespace(**{name: args.pop(name) for name in PARAMETERS})
+    for name, (_, least, most, _) in PARAMETERS.items():
+        if not least <= getattr(p, name) <= most:
+            parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be between {least} and {most}")
     return p, argparse.Namespace(**args)
-
-
-def number(kind, least, most):
-    """An argparse type: a number of that kind between least and most."""
-
-    def parse(text):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
-        return value
-
-    parse.__name__ = {int: "whole number", float: "number"}[kind]  # as argparse calls it in "invalid ... value"
-    return parse
 
 
 def main():

