@@ -12,6 +12,7 @@ import contextlib
 import io
 import math
 import os
+import pickle
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,8 +53,9 @@ class KVCache:
     It keeps no count of its own: `start`, which every call carries, is the one truth about position.
     """
 
-    def __init__(self, config, batch_size, length, device=None):
-        self.kv = torch.empty(2, batch_size, config.n_head, length, config.n_embd // config.n_head, device=device)
+    def __init__(self, config, batch_size, length, device=None, dtype=None):
+        shape = (2, batch_size, config.n_head, length, config.n_embd // config.n_head)
+        self.kv = torch.empty(shape, device=device, dtype=dtype)
 
     def append(self, kv, start):
         """Store kv (2, B, H, T, C/H) from position start on; return all up to its end, (2, B, H, start+T, C/H)."""
@@ -207,7 +209,7 @@ class GPT(nn.Module):
             caches = None
             if use_cache:  # the last character is never fed, so it needs no room
                 length = min(block_size, end - 1 - window)
-                caches = [KVCache(self.config, B, length, idx.device) for _ in self.h]
+                caches = [KVCache(self.config, B, length, idx.device, self.wte.weight.dtype) for _ in self.h]
             for t in range(T, end):
                 if slide(window, t, block_size) != window or not use_cache:
                     window = fed = slide(window, t, block_size)
@@ -215,13 +217,16 @@ class GPT(nn.Module):
                 x = self.hidden(ids[:, fed:t], caches, start=fed - window)
                 logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), at the last position only
                 fed = t
+                allowed = None if constraint is None else constraint(ids[:, :t])
+                if constraint is not None and getattr(allowed, "dtype", None) != torch.bool:
+                    raise TypeError(f"the constraint returned {type(allowed).__name__}, not a tensor of bool")
                 try:
                     next_id = sample(
                         logits,
                         temperature=temperature,
                         top_k=top_k,
                         top_p=top_p,
-                        allowed=None if constraint is None else constraint(ids[:, :t]),
+                        allowed=allowed,
                         generator=generator,
                     )  # (B,)
                 except DecodingError as error:
@@ -283,8 +288,8 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     probs = torch.softmax(logits, dim=-1)  # (B, V)
     if top_p is not None and top_p < 1:
         values, ids = torch.sort(probs, descending=True)
-        before = values.cumsum(dim=-1, dtype=torch.float64) - values  # the mass of all likelier ones
-        values[before >= top_p] = 0
+        mass = values.cpu().cumsum(dim=-1, dtype=torch.float64)  # on the CPU, for Apple's GPUs have no float64
+        values[:, 1:].masked_fill_((mass[:, :-1] >= top_p).to(values.device), 0)  # those whose likelier ones reach p
         probs = torch.zeros_like(probs).scatter_(-1, ids, values / values.sum(dim=-1, keepdim=True))
     # One NaN or infinity among the logits, or -inf for all, makes the whole row of a softmax NaN.
     if probs[:, 0].isnan().any():
@@ -405,19 +410,21 @@ def write_file(path, data):
 
 
 def save_state(path, state):
-    """Write a dict of tensors and plain values with torch.save, by `write_file`."""
+    """Write a dict of tensors and plain values with torch.save, by `write_file`. Raises TypeError for other values."""
     buffer = io.BytesIO()  # so that a full disk is an OSError, not an error inside torch's writer
     torch.save(state, buffer)
+    try:  # numpy scalars and paths can be saved, but not loaded again
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"{path} is not written, it could not be read: {error}") from None
     write_file(path, buffer.getvalue())
 
 
 def load_state(path):
     """Read what `save_state` wrote, onto the CPU; no code in the file is run. Raises OSError, CheckpointError."""
+    data = Path(path).read_bytes()
     try:
-        with open(path, "rb") as file:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a file that is not its own, and its own text is long
         raise CheckpointError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict):
@@ -440,13 +447,15 @@ def load_checkpoint(path, device="cpu"):
     try:
         model = GPT(GPTConfig(**state["config"]))
         vocab = Vocabulary(state["chars"])
-        info, weights = state["info"], state["weights"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint of this project: {error}") from None
+        info = dict(state["info"])
+        # torch.compile puts _orig_mod. in front of every name.
+        weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in state["weights"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of this project: {error!r}") from None
     if len(vocab) != model.config.vocab_size:
         raise CheckpointError(f"{path}: {len(vocab)} characters, but a vocab_size of {model.config.vocab_size}")
-    # torch.compile puts this in front of every name.
-    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
+    if len(weights) != len(state["weights"]):
+        raise CheckpointError(f"{path} holds some weights twice, with _orig_mod. in front of the name and without")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:  # it names every missing, unknown or misshapen tensor
@@ -491,7 +500,10 @@ def run(main):
         return 0
     except KeyboardInterrupt:
         return 130
-    except (Stop, CheckpointError, DecodingError, OSError) as error:
+    except (Stop, CheckpointError, MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, DecodingError) and "memory" not in str(error):
+            raise  # no user's doing, but a fault of ours
+        what = getattr(error, "strerror", None) or (str(error) or "out of memory").splitlines()[0]
         where = f": {error.filename}" if getattr(error, "filename", None) else ""
-        print(f"{Path(sys.argv[0]).name}: {getattr(error, 'strerror', None) or error}{where}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {what}{where}", file=sys.stderr)
         return getattr(error, "status", 1)

@@ -40,7 +40,7 @@ from gpt import (
 
 # name: (value, least, most, what it is). Each is also a flag: --batch-size 16
 PARAMETERS = {
-    "steps": (4000, 0, 10**9, "steps of the optimizers"),
+    "steps": (3800, 0, 10**9, "steps of the optimizers"),
     "batch_size": (32, 1, 10**6, "windows of block_size characters a step"),
     "block_size": (128, 1, 10**6, "the longest text the model sees at once, in characters"),
     "n_layer": (4, 1, 1000, "layers"),
@@ -48,12 +48,12 @@ PARAMETERS = {
     "n_embd": (128, 1, 10**5, "dimensions of a character"),
     "dropout": (0.1, 0.0, 0.99, "share of the activations left out in training"),
     "poem_share": (0.5, 0.0, 1.0, "share of the windows that begin with a poem; the others begin anywhere"),
-    "muon_lr": (0.02, 0.0, 100.0, "peak learning rate of Muon, for the matrices of the layers"),
+    "muon_lr": (0.04, 0.0, 100.0, "peak learning rate of Muon, for the matrices of the layers"),
     "muon_decay": (0.1, 0.0, 100.0, "its weight decay"),
-    "adam_lr": (0.003, 0.0, 100.0, "peak learning rate of AdamW, for embeddings and norms"),
+    "adam_lr": (0.01, 0.0, 100.0, "peak learning rate of AdamW, for embeddings and norms"),
     "adam_decay": (0.1, 0.0, 100.0, "its weight decay, on the embeddings only"),
     "warmup": (100, 0, 10**9, "steps to the peak learning rate"),
-    "final_lr": (0.02, 0.0, 1.0, "learning rate of the last step, as a share of the peak"),
+    "final_lr": (0.01, 0.0, 1.0, "learning rate of the last step, as a share of the peak"),
     "eval_interval": (500, 0, 10**9, "steps between evaluations (the last step always is one); 0: only the last"),
     "seed": (1, 0, 2**31, "decides the first weights, the batches and the dropout"),
 }
@@ -147,11 +147,11 @@ def make_optimizers(model, p):
 
 
 def lr_factor(step, p):
-    """The learning rate of a step (from 0) as a share of the peak: a straight climb, then half a cosine to final_lr."""
+    """The learning rate of a step (from 0) as a share of the peak: a straight climb, then straight down to final_lr."""
     if step < p.warmup:
         return (step + 1) / (p.warmup + 1)
     progress = (step - p.warmup) / max(1, p.steps - 1 - p.warmup)
-    return p.final_lr + (1 - p.final_lr) * (1 + math.cos(math.pi * progress)) / 2
+    return 1 - (1 - p.final_lr) * progress
 
 
 def set_lr(optimizers, p, factor):
@@ -349,6 +349,8 @@ def parse_args(argv=None):
     for name, (_, least, most, _) in PARAMETERS.items():
         if not least <= getattr(p, name) <= most:
             parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be between {least} and {most}")
+    if args["out"].suffix != ".pt":
+        parser.error(f"--out is {args['out']}; its name must end in .pt")
     return p, argparse.Namespace(**args)
 
 

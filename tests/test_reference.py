@@ -1,0 +1,90 @@
+"""The model against an implementation of the same network that shares nothing with it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from benchmark import as_gpt2
+
+from gpt import GPT, GPTConfig, KVCache, load_checkpoint
+
+PRETRAINED = Path(__file__).parents[1] / "checkpoints" / "pretrained.pt"
+
+
+def loud_model():
+    """Random weights so large that every part matters, but a small embedding, so that LayerNorm's eps matters too."""
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(60, block_size=24, n_layer=3, n_head=4, n_embd=32)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 2)
+            elif name.startswith("h."):
+                weight.normal_(std=0.5)
+        model.ln_f.weight *= 30  # the logits' standard deviation is about 4
+    return model
+
+
+@pytest.fixture(params=["random", "pretrained"])
+def model(request):
+    if request.param == "random":
+        return loud_model()
+    if not PRETRAINED.exists():
+        pytest.skip("checkpoints/pretrained.pt is not there")
+    return load_checkpoint(PRETRAINED)[0]
+
+
+def texts(model):
+    """Ids (T,) of one character, of a few, and of a full window."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(model.config.vocab_size, size=T) for T in (1, 7, model.config.block_size)]
+
+
+def numpy_weights(model):
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def test_logits_equal_the_reference(model):
+    """C2: any slip in mask, position, head layout, scale, norm, GELU or tied head changes the logits."""
+    for ids in texts(model):
+        ours = model(torch.tensor(ids)[None])[0][0].numpy()
+        theirs = reference.logits(numpy_weights(model), model.config.n_head, ids)
+        assert ours.shape == theirs.shape == (len(ids), model.config.vocab_size)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_cached_steps_equal_the_reference_step_by_step(model):
+    """C3, C4: several characters on a filled cache, then one by one; mask or positions restart, jump or misalign."""
+    weights, n_head = numpy_weights(model), model.config.n_head
+    ids = texts(model)[-1]
+    whole = reference.logits(weights, n_head, ids)
+    ours, theirs = [KVCache(model.config, 1, len(ids)) for _ in model.h], reference.new_cache(weights, n_head)
+    for start, end in [(0, 3), (3, 8), *((t, t + 1) for t in range(8, len(ids)))]:
+        logits = model(torch.tensor(ids[start:end])[None], caches=ours, start=start)[0][0].numpy()
+        step = reference.logits(weights, n_head, ids[start:end], theirs, start)
+        np.testing.assert_allclose(logits, step, rtol=0, atol=1e-4, err_msg=f"positions {start} to {end}")
+        np.testing.assert_allclose(step, whole[start:end], rtol=0, atol=1e-4, err_msg=f"positions {start} to {end}")
+
+
+@torch.no_grad()
+def test_generated_ids_are_the_likeliest_by_the_reference(model):
+    """C6: greedy ids from the cached run that are not those of the reference, character by character."""
+    prompt = torch.tensor(texts(model)[1])[None]  # (1, 7)
+    ids = model.generate(prompt, model.config.block_size - 7, temperature=0)[0].numpy()
+    logits = reference.logits(numpy_weights(model), model.config.n_head, ids)[6:-1]
+    chosen = np.take_along_axis(logits, ids[7:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(chosen, logits.max(axis=1), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_weights_are_gpt2s(model):
+    """design.md: the weights map one to one onto GPT-2's layout, and transformers computes the same from them."""
+    pytest.importorskip("transformers")
+    other = as_gpt2(model)
+    for ids in texts(model):
+        idx = torch.tensor(ids)[None]
+        torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-4)

@@ -1,0 +1,759 @@
+"""train.py: the schedule, the steps, what is on the disk at any moment, and how a run ends."""
+
+import builtins
+import functools
+import io
+import math
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt
+import train
+from gpt import Stop, load_checkpoint, load_state
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--n-embd", "16", "--n-layer", "1", "--n-head", "2", "--block-size", "16", "--batch-size", "4"]
+
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no fork server, and no SIGINT to one process")
+
+
+def some_poems(seed=1, count=120):
+    """Poems of four lines of five characters out of 24; some of them are validation poems."""
+    chance = random.Random(seed)
+    chars = "风月山水云花雪雨天地人心春秋日夜东西南北江海上下"
+    return ["".join("".join(chance.choices(chars, k=5)) + mark for mark in "，。，。") for _ in range(count)]
+
+
+POEMS = some_poems()
+
+
+def parameters(*flags):
+    return train.parse_args([*TINY, *(str(flag) for flag in flags)])[0]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "made" / "gpt.pt"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "poems.txt"
+    path.write_bytes("".join(poem + "\n" for poem in POEMS).encode())
+    return path
+
+
+def stop_after(checks):
+    """A function for train's stopping: False so many times, then True."""
+    left = iter([False] * checks)
+    return lambda: next(left, True)
+
+
+def command(monkeypatch, *arguments):
+    """The exit status of python train.py arguments, run here."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *(str(argument) for argument in arguments)])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return gpt.run(train.main)
+    except SystemExit as end:  # argparse
+        return end.code
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def same(a, b):
+    """Whether two trees of dicts, lists, tensors and plain values are equal to the last bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def everything(out):
+    """All that a run leaves in its two files, but for the clock."""
+    run, model = load_state(out.with_suffix(".resume.pt")), load_state(out)
+    del run["state"]["seconds"], model["info"]["seconds"]
+    run["state"]["log"] = [[step, *rest] for step, _, *rest, _ in run["state"]["log"]]
+    return {"run": run, "model": model}
+
+
+def log_rows(out):
+    """The lines of log.csv, but for the clock."""
+    rows = [line.split(",") for line in out.with_name("log.csv").read_text(encoding="utf-8").splitlines()]
+    return [[step, *rest] for step, _, *rest, _ in rows]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------------------------------------
+# The schedule
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 0), (10, 0), (10, 1), (10, 4), (10, 9), (10, 10), (10, 11),
+                                               (3, 100), (1, 100), (4000, 100)])
+def test_learning_rates(steps, warmup):
+    """T1: a first learning rate of 0, a second peak, a jump where the parts join, a division by zero."""
+    p = parameters("--steps", steps, "--warmup", warmup)
+    rates = [train.lr_factor(step, p) for step in range(steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+    peak = rates.index(max(rates))
+    assert peak == min(warmup, steps - 1)
+    assert all(a < b for a, b in zip(rates[:peak], rates[1:], strict=False))
+    assert all(a > b for a, b in zip(rates[peak:], rates[peak + 1 :], strict=False))
+    climb = 1 / (warmup + 1)
+    assert rates[0] == pytest.approx(climb if warmup else 1)
+    if warmup < steps:
+        assert rates[warmup] == 1
+    if warmup < steps - 1:
+        assert rates[-1] == pytest.approx(p.final_lr)
+    jumps = [abs(a - b) for a, b in zip(rates, rates[1:], strict=False)]
+    assert max(jumps, default=0) <= max(climb, 1.6 / max(1, steps - 1 - warmup)) + 1e-9
+
+
+def test_learning_rate_reaches_the_optimizers(out, monkeypatch):
+    """T1: the schedule is computed and not used, or resume begins a new one."""
+    seen = []
+    step = torch.optim.AdamW.step
+
+    def spy(self):
+        seen.append([group["lr"] for group in self.param_groups])
+        return step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    p = parameters("--steps", 6, "--warmup", 2)
+    train.train(p, POEMS, out, stopping=stop_after(3))
+    train.train(p, POEMS, out, resume=True)
+    assert seen == [[p.adam_lr * train.lr_factor(step, p)] * 2 for step in range(6)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Steps and evaluations
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_exactly_so_many_steps(steps, out, monkeypatch):
+    """T2: N steps train N - 1 or N + 1, or the last state is not evaluated and saved."""
+    taken = []
+    batch = train.training_batch
+    monkeypatch.setattr(train, "training_batch", lambda *args: taken.append(1) or batch(*args))
+    assert train.train(parameters("--steps", steps, "--eval-interval", 0), POEMS, out)
+    assert len(taken) == steps
+    assert load_checkpoint(out)[2]["step"] == steps
+    saved = load_state(out.with_suffix(".resume.pt"))
+    assert saved["state"]["step"] == steps
+    assert all(its["step"] == steps for its in saved["optimizers"][1]["state"].values())
+    assert [row[0] for row in log_rows(out)[1:]] == [str(steps)]
+
+
+def test_evaluations_change_nothing(tmp_path):
+    """T4: evaluating every 2, every 5 steps or never gives other weights, or an evaluation is left out."""
+    runs = {}
+    for interval in (2, 5, 0):
+        out = tmp_path / str(interval) / "gpt.pt"
+        train.train(parameters("--steps", 11, "--eval-interval", interval), POEMS, out)
+        runs[interval] = load_state(out.with_suffix(".resume.pt"))
+        expected = [*range(interval, 11, interval), 11] if interval else [11]
+        assert [row[0] for row in log_rows(out)[1:]] == [str(step) for step in expected]
+    for interval in (2, 5):
+        assert same(runs[interval]["model"], runs[0]["model"])
+        assert same(runs[interval]["optimizers"], runs[0]["optimizers"])
+
+
+def test_dropout_is_off_in_evaluation():
+    """T3: dropout on in the evaluation, or still off after it."""
+    p = parameters("--dropout", 0.5)
+    text, held_out = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted(set(text))))
+    torch.manual_seed(1)
+    model = gpt.GPT(gpt.GPTConfig(len(vocab), p.block_size, p.n_layer, p.n_head, p.n_embd, p.dropout))
+    for weight in model.parameters():  # large enough that half of it missing is seen
+        weight.data *= 10
+    batches = train.validation_batches(held_out, vocab)
+    for training in (True, False):
+        model.train(training)
+        losses = [train.validation_loss(model, batches) for _ in range(2)]
+        assert losses[0] == losses[1]
+        train.sample_poem(model, vocab)
+        assert model.training is training
+    x = batches[0][:, :16]
+    model.train()
+    assert not torch.equal(model.hidden(x), model.hidden(x))
+
+
+def test_validation_loss_is_the_mean_over_characters(monkeypatch):
+    """T3: poems of several lengths, longer than block_size too, are averaged by poem or batch, or lose characters."""
+    text, _ = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted(set(text))))
+    poems = [POEMS[0], POEMS[1] * 3, POEMS[2][:6], *POEMS[3:80]]
+    torch.manual_seed(1)
+    model = gpt.GPT(gpt.GPTConfig(len(vocab), 16, 1, 2, 16, 0.0)).eval()
+    total = count = 0
+    for poem in poems:
+        ids = vocab.encode(f"\n{poem}\n")
+        for begin in range(0, ids.size(1) - 1, 16):
+            piece = ids[:, begin : begin + 17]
+            logs = model(piece[:, :-1])[0].double().log_softmax(dim=-1)
+            total -= logs.gather(2, piece[:, 1:, None]).sum().item()
+            count += piece.size(1) - 1
+    assert count == sum(len(poem) + 1 for poem in poems)
+    loss = train.validation_loss(model, train.validation_batches(poems, vocab))
+    assert loss == pytest.approx(total / count, abs=1e-5)
+
+
+def test_windows():
+    """T4: a target is not the next character, no window begins with a poem, or none elsewhere."""
+    text, _ = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted(set(text))))
+    stream = vocab.encode(text)[0]
+    starts = torch.nonzero(stream[: len(stream) - 16] == vocab.ids["\n"])[:, 0]
+    for share, least, most in ((1.0, 32, 32), (0.5, 16, 28), (0.0, 0, 10)):
+        p = parameters("--batch-size", 32, "--poem-share", share)
+        x, y = train.training_batch(stream, starts, p, torch.Generator().manual_seed(1))
+        assert x.shape == y.shape == (32, 16)
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert least <= (x[:, 0] == vocab.ids["\n"]).sum() <= most
+        assert all(vocab.decode([*row.tolist(), last]) in text for row, last in zip(x, y[:, -1].tolist(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_interrupted_is_uninterrupted(tmp_path):
+    """T4, K3: 10 steps against 5 + resume 5 differ by a bit: batches, dropout, optimizers, losses, log, best."""
+    p = parameters("--steps", 10, "--eval-interval", 4, "--dropout", 0.3, "--warmup", 3)
+    whole, parts = tmp_path / "whole" / "gpt.pt", tmp_path / "parts" / "gpt.pt"
+    assert train.train(p, POEMS, whole)
+    assert not train.train(p, POEMS, parts, stopping=stop_after(5))
+    assert load_state(parts.with_suffix(".resume.pt"))["state"]["step"] == 5
+    torch.rand(7)  # another process has another past
+    assert not train.train(p, POEMS, parts, resume=True, stopping=stop_after(0))
+    assert not train.train(p, POEMS, parts, resume=True, stopping=stop_after(2))
+    assert train.train(p, POEMS, parts, resume=True)
+    assert same(everything(whole), everything(parts))
+    assert log_rows(whole) == log_rows(parts)
+    assert [row[0] for row in log_rows(whole)] == ["step", "4", "8", "10"]
+
+
+def test_optimizer_state_follows_its_parameters(out, monkeypatch):
+    """K3: after resume the optimizers begin anew, or their state lies elsewhere or with another parameter."""
+    p = parameters("--steps", 4)
+    train.train(p, POEMS, out)
+    kept = []
+    make = train.make_optimizers
+    monkeypatch.setattr(train, "make_optimizers", lambda *args: kept.extend(make(*args)) or kept)
+    train.train(p, POEMS, out, resume=True)
+    assert same([its.state_dict() for its in kept], load_state(out.with_suffix(".resume.pt"))["optimizers"])
+    for optimizer in kept:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                tensors = [its for its in optimizer.state[weight].values() if its.ndim]
+                assert tensors
+                assert all(its.shape == weight.shape and its.device == weight.device for its in tensors)
+
+
+@pytest.mark.parametrize(("flags", "shown"), [
+    (["--block-size", 8], ["--block-size", " 8,", " 16"]),
+    (["--n-embd", 32], ["--n-embd", " 32,", " 16"]),
+    (["--adam-lr", 0.5], ["--adam-lr", " 0.5,", " 0.003"]),
+    (["--seed", 9], ["--seed", " 9,", " 1"]),
+])
+def test_resume_with_other_parameters(flags, shown, out, corpus, monkeypatch, capsys):
+    """K6: a run goes on with another block_size or rate, or is refused without both values, or after it wrote."""
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    train.train(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
+    before = contents(out.parent)
+    assert command(monkeypatch, *arguments, *flags, "--resume") == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in shown), error
+    assert error.count("\n") == 1
+    assert contents(out.parent) == before
+
+
+@pytest.mark.parametrize(("change", "shown"), [
+    (lambda text: text.replace("风", "鼠", 1), ["28 different", "27 or"]),
+    (lambda text: text.replace("风", "鼠"), ["27 different", "27 or"]),
+    (lambda text: text[22:], ["another text"]),
+])
+def test_resume_with_another_corpus(change, shown, out, corpus, monkeypatch, capsys):
+    """K6: a run goes on with another vocabulary, another in the same size, or the same characters in another text."""
+    train.train(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
+    before = contents(out.parent)
+    corpus.write_bytes(change(corpus.read_text(encoding="utf-8")).encode())
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
+    assert command(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in shown), error
+    assert contents(out.parent) == before
+
+
+def test_resume_with_a_wrong_file(out, corpus, monkeypatch, capsys):
+    """K1, K6: a missing, damaged or foreign .resume.pt ends in a traceback, or starts a new run."""
+    resume_path = out.with_suffix(".resume.pt")
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
+    assert command(monkeypatch, *arguments) == 2
+    train.train(parameters("--steps", 4), POEMS, out)
+    whole = resume_path.read_bytes()
+    for data in (b"", whole[: len(whole) // 2], b"<!DOCTYPE html>", out.read_bytes()):
+        resume_path.write_bytes(data)
+        before = contents(out.parent)
+        capsys.readouterr()
+        assert command(monkeypatch, *arguments) == 1
+        assert str(resume_path) in capsys.readouterr().err
+        assert contents(out.parent) == before
+
+
+# ---------------------------------------------------------------------------------------------------
+# The corpus
+
+
+def test_line_ends_and_bom(tmp_path, corpus):
+    """X5: CRLF or a BOM gives other ids, another split or other weights."""
+    text = corpus.read_bytes()
+    made = []
+    for i, data in enumerate([text, text.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"),
+                              text.removesuffix(b"\n"), text.replace(b"\n", b"\n\n")]):
+        corpus.write_bytes(data)
+        out = tmp_path / str(i) / "gpt.pt"
+        train.train(parameters("--steps", 2), train.read_poems(corpus), out)
+        made.append(everything(out))
+    assert all(same(one, made[0]) for one in made[1:])
+    assert made[0]["model"]["chars"] == "".join(sorted(set("".join(POEMS)) | {"\n"}))
+
+
+@pytest.mark.parametrize("sign", ["\u2028", "\u0085", "\u000b", "\u000c", "\r"])
+def test_only_a_newline_splits(sign, corpus):
+    """X6: U+2028 or U+0085 ends a poem, and half a validation poem gets into training."""
+    poems = [POEMS[0][:7] + sign + POEMS[0][7:], POEMS[1]]
+    corpus.write_bytes("\n".join(poems).encode())
+    assert train.read_poems(corpus) == poems
+
+
+def test_split():
+    """D3: a validation poem is in the training text, also when it is there twice or in another order."""
+    text, held_out = train.split([*POEMS, *reversed(POEMS)])
+    lines = text.split("\n")
+    assert lines[0] == lines[-1] == ""
+    assert set(lines[1:-1]).isdisjoint(held_out)
+    assert set(lines[1:-1]) | set(held_out) == set(POEMS)
+    assert 2 <= len(set(held_out)) <= 12
+
+
+@pytest.mark.parametrize(("poems", "shown"), [
+    ([], ["1 characters", "block_size of 16"]),
+    (["山"], ["3 characters", "block_size of 16"]),
+    (["山" * 14], ["16 characters", "block_size of 16"]),
+    ([poem for poem in POEMS if not train.is_validation(poem)], ["none of the", "validation"]),
+    ([poem for poem in POEMS if train.is_validation(poem)], ["1 characters", "block_size of 16"]),
+])
+def test_corpus_too_short(poems, shown, out):
+    """T5: a corpus of 0, 1 or block_size characters, or without a validation poem, is an error deep inside."""
+    with pytest.raises(Stop) as stop:
+        train.train(parameters("--steps", 1), poems, out)
+    assert all(word in str(stop.value) for word in shown)
+    assert stop.value.status == 2
+    assert not out.parent.exists()
+
+
+def test_corpus_just_long_enough(out):
+    """T5: one character more than block_size is refused, or crashes."""
+    assert train.train(parameters("--steps", 2), ["山" * 15, next(filter(train.is_validation, POEMS))], out)
+
+
+@pytest.mark.parametrize("sizes", [["--block-size", 1], ["--batch-size", 1], ["--block-size", 200], ["--n-head", 16]])
+def test_extreme_sizes(sizes, out):
+    """T5: a window of one character or longer than every poem, a batch of one, heads of one dimension crash."""
+    assert train.train(parameters("--steps", 2, *sizes), POEMS, out)
+    load_checkpoint(out)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_flags_are_the_parameters():
+    """T2: a parameter of the table has no flag, a flag has another default, or its value goes nowhere."""
+    p, rest = train.parse_args([])
+    assert vars(p) == {name: value for name, (value, *_) in train.PARAMETERS.items()}
+    assert vars(rest).keys() == {"resume", "corpus", "out", "device"}
+    for name, (value, least, most, _) in train.PARAMETERS.items():
+        for bound in (least, most):
+            p, _ = train.parse_args([f"--{name.replace('_', '-')}", str(bound)])
+            assert vars(p) == vars(train.parse_args([])[0]) | {name: bound}
+            assert type(getattr(p, name)) is type(value)
+
+
+BAD = [(f"--{name.replace('_', '-')}", word) for name, (value, least, most, _) in train.PARAMETERS.items()
+       for word in ("x", "", "nan", "inf", str(least - 1), str(most * 10), *(["1.5"] if type(value) is int else []))]
+
+
+def test_bad_values(capsys):
+    """S1, T2: a value that is no number, not finite or out of bounds is taken, or ends in a traceback."""
+    for name, word in [*BAD, ("--nonsense", "1"), ("--out", None), ("3", None)]:
+        with pytest.raises(SystemExit) as end:
+            train.parse_args([name] if word is None else [name, word])
+        assert end.value.code == 2, (name, word)
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert name in error, (name, word, error)
+
+
+@pytest.mark.parametrize("arguments", [["--n-embd", 10, "--n-head", 4], ["--device", "nonsense"],
+                                       ["--block-size", 10000], ["--corpus", "nowhere.txt"], ["--out", "."],
+                                       ["--out", ""]])
+def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
+    """K6, X2: arguments that fit no model, device, corpus or folder end in a traceback, or after the training."""
+    monkeypatch.chdir(corpus.parent)
+    before = contents(corpus.parent)
+    given = ["--steps", 1, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu", *arguments]
+    assert command(monkeypatch, *given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ")
+    assert error.count("\n") == 1
+    assert contents(corpus.parent) == before
+
+
+def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
+    """X4: a corpus in GBK ends in a traceback."""
+    corpus.write_bytes("\n".join(POEMS).encode("gbk"))
+    assert command(monkeypatch, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu") == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------
+# Numbers that run away
+
+
+@pytest.mark.parametrize(("bad_step", "named"), [(5, "step 7: the training loss is nan"),
+                                                 (7, "step 8: the validation loss is nan")])
+def test_nan_loss_stops(bad_step, named, out, monkeypatch):
+    """N1: a NaN loss is trained on, or saved over the last good checkpoint; or the step is not named."""
+    p = parameters("--steps", 20, "--eval-interval", 4)
+    factor = train.lr_factor
+    train.train(p, POEMS, out, stopping=stop_after(4))
+    before = everything(out)
+    monkeypatch.setattr(train, "lr_factor", lambda step, p: math.inf if step == bad_step else factor(step, p))
+    with pytest.raises(Stop, match=named) as stop:
+        train.train(p, POEMS, out)
+    assert stop.value.status == 1
+    assert str(out) in str(stop.value)
+    assert same(everything(out), before)
+    monkeypatch.setattr(train, "lr_factor", factor)
+    assert train.train(p, POEMS, out, resume=True)
+
+
+def test_huge_learning_rates(out, corpus, monkeypatch, capsys):
+    """N1: learning rates that destroy the weights end in a traceback."""
+    flags = ["--steps", 50, "--warmup", 0, "--muon-lr", 100, "--adam-lr", 100, "--eval-interval", 0]
+    assert command(monkeypatch, *TINY, *flags, "--corpus", corpus, "--out", out, "--device", "cpu") == 1
+    error = capsys.readouterr().err
+    assert "loss is nan; lower the learning rates" in error
+    assert error.count("\n") == 1
+    assert str(out) not in error  # there is none that could be the last good one
+
+
+def test_worse_is_not_best(out, monkeypatch):
+    """K3: a worse model replaces the best one, or after resume the first evaluation counts as the best."""
+    losses = iter([3.0, 2.0, 2.5, 2.4])
+    monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
+    p = parameters("--steps", 8, "--eval-interval", 2)
+    train.train(p, POEMS, out, stopping=stop_after(5))
+    train.train(p, POEMS, out, resume=True)
+    assert next(losses, None) is None
+    info = load_checkpoint(out)[2]
+    assert (info["step"], info["val_loss"]) == (4, 2.0)
+    assert [row[2] for row in log_rows(out)[1:]] == ["3.0", "2.0", "2.5", "2.4"]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Processes: each child is a fork of a server that has torch loaded, so that starting one costs little
+
+
+def redirect(file):
+    """Make an open file descriptor the standard output and error of this process, as in a cp1252 locale."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(file, number)
+        setattr(sys, name, open(number, "w", encoding="cp1252", closefd=False))  # noqa: SIM115
+
+
+def child(hook, output, arguments):
+    """In a process of its own: python train.py arguments > output 2>&1, after hook()."""
+    redirect(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    torch.set_num_threads(1)
+    sys.argv = ["train.py", *arguments]
+    hook()
+    sys.exit(gpt.run(train.main))
+
+
+def start(hook, output, *arguments):
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo"])  # with all that making an optimizer loads
+    process = server.Process(target=child, args=(hook, output, [str(argument) for argument in arguments]))
+    process.start()
+    return process
+
+
+def status_of(hook, output, *arguments):
+    """The exit status of such a child; minus the signal, if one ended it."""
+    process = start(hook, output, *arguments)
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
+
+
+def before_call(owner, name, number, action):
+    """Have action() done before the call of that number (from 1) of owner's function of that name."""
+    calls = []
+    function = getattr(owner, name)
+
+    def spy(*args, **options):
+        calls.append(1)
+        if len(calls) == number:
+            action()
+        return function(*args, **options)
+
+    setattr(owner, name, spy)
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def press(*places):
+    """Ctrl-C at each of these calls: (owner, name, number)."""
+    for place in places:
+        before_call(*place, functools.partial(send, signal.SIGINT))
+
+
+STEP, EVALUATION, SAVE = (train, "training_batch", 3), (train, "validation_loss", 2), (os, "fsync", 5)
+
+
+def press_in(moment):
+    press({"step": STEP, "evaluation": EVALUATION, "save": SAVE}[moment])
+
+
+@posix
+@pytest.mark.parametrize(("moment", "step"), [("step", 3), ("evaluation", 4), ("save", 4)])
+def test_interrupt(moment, step, tmp_path, out, corpus, monkeypatch):
+    """L5: Ctrl-C in a step, an evaluation or a save loses work, or the printed command does not go on from it."""
+    flags = [*TINY, "--steps", 6, "--eval-interval", 2, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    log = tmp_path / "log"
+    assert status_of(functools.partial(press_in, moment), log, *flags) == 130
+    text = log.read_text(encoding="utf-8")
+    assert "Traceback" not in text
+    assert text.count("saved; to go on: ") == 1
+    assert load_state(out.with_suffix(".resume.pt"))["state"]["step"] == step
+    python, script, *arguments = shlex.split(text.partition("to go on: ")[2])
+    assert (python, script, arguments[-1]) == ("python", "train.py", "--resume")
+    assert command(monkeypatch, *arguments) == 0
+    whole = tmp_path / "whole" / "gpt.pt"
+    train.train(parameters("--steps", 6, "--eval-interval", 2), POEMS, whole)
+    assert same(everything(out), everything(whole))
+
+
+def press_twice(moment):
+    press(STEP, {"step": STEP, "evaluation": (train, "validation_loss", 1), "save": (os, "replace", 1)}[moment])
+
+
+@posix
+@pytest.mark.parametrize("moment", ["step", "evaluation", "save"])
+def test_second_interrupt(moment, tmp_path, out, corpus):
+    """L5, K4: a second Ctrl-C is waited out, ends in a traceback, or leaves half a file in place of the old one."""
+    interval = 7 if moment == "evaluation" else 4  # the third step of the child is step 7
+    flags = ["--steps", 20, "--eval-interval", interval]
+    train.train(parameters(*flags), POEMS, out, stopping=stop_after(4))
+    before = contents(out.parent)
+    log = tmp_path / "log"
+    arguments = [*TINY, *flags, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
+    assert status_of(functools.partial(press_twice, moment), log, *arguments) == 130
+    text = log.read_text(encoding="utf-8")
+    assert "Traceback" not in text
+    assert "saved; to go on" not in text
+    assert contents(out.parent) == before
+
+
+def press_and_close():
+    """Ctrl-C in a step, and with it ends who reads the output."""
+    reader, writer = os.pipe()
+    redirect(writer)
+    before_call(*STEP, lambda: (os.close(reader), send(signal.SIGINT)))
+
+
+@posix
+def test_interrupt_of_a_pipe(tmp_path, out, corpus):
+    """L5, L4: Ctrl-C in python train.py 2>&1 | tee log, which ends tee as well, loses the work."""
+    flags = [*TINY, "--steps", 50, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    status_of(press_and_close, tmp_path / "log", *flags)
+    assert load_state(out.with_suffix(".resume.pt"))["state"]["step"] == 3
+
+
+class TornFile(io.FileIO):
+    """A file whose write has a middle."""
+
+    def write(self, data):
+        half = len(data) // 2
+        super().write(data[:half])
+        moment()
+        return half + super().write(data[half:])
+
+
+def moment():
+    """A moment at which a save can be killed."""
+
+
+def killed_at(number):
+    """kill -9 at that moment of the saving: half written, written, flushed or replaced, file after file."""
+
+    def opened(path, mode="r", *args, open=open, **options):
+        return TornFile(path, "w") if mode == "wb" else open(path, mode, *args, **options)
+
+    def torn(function):
+        def call(*args):
+            moment()
+            function(*args)
+
+        return call
+
+    builtins.open = io.open = opened
+    os.fsync, os.replace, os.unlink = torn(os.fsync), torn(os.replace), torn(os.unlink)
+    before_call(sys.modules[__name__], "moment", number, functools.partial(send, signal.SIGKILL))
+
+
+@posix
+def test_killed_saves(tmp_path, out, corpus, monkeypatch):
+    """K4: kill -9 in a loop, at each moment of a save, leaves half a file, or a run that cannot go on."""
+    flags = [*TINY, "--steps", 12, "--eval-interval", 1, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    resume_path = out.with_suffix(".resume.pt")
+    for number in range(1, 13):  # 4 moments, 3 files
+        resume = ["--resume"] if resume_path.exists() else []
+        hook = functools.partial(killed_at, number)
+        assert status_of(hook, tmp_path / "log", *flags, *resume) == -signal.SIGKILL
+        for path in out.parent.iterdir():
+            if path == out:
+                load_checkpoint(path)
+            elif path == resume_path:
+                assert load_state(path).keys() >= {"model", "optimizers", "state", "parameters", "chars", "corpus"}
+            elif path.name == "log.csv":
+                assert {line.count(",") for line in path.read_text(encoding="utf-8").splitlines()} == {5}
+                assert path.read_bytes().endswith(b"\n")
+            else:
+                assert path.match(".*.tmp")
+    assert 0 < load_state(resume_path)["state"]["step"] < 12
+    assert command(monkeypatch, *flags, "--resume") == 0
+    whole = tmp_path / "whole" / "gpt.pt"
+    train.train(parameters("--steps", 12, "--eval-interval", 1), POEMS, whole)
+    assert same(everything(out), everything(whole))
+    assert log_rows(out) == log_rows(whole)
+
+
+def small_disk():
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+
+@posix
+def test_full_disk(tmp_path, out, corpus):
+    """K4: a full disk destroys the older checkpoint, leaves half a file, or does not name the path."""
+    flags = ["--steps", 8, "--eval-interval", 2]
+    train.train(parameters(*flags), POEMS, out, stopping=stop_after(2))
+    before = contents(out.parent)
+    log = tmp_path / "log"
+    arguments = [*TINY, *flags, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
+    assert status_of(small_disk, log, *arguments) == 1
+    last = log.read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith(f"train.py: cannot write {out.parent}")
+    assert "File too large" in last
+    assert "Traceback" not in log.read_text(encoding="utf-8")
+    assert contents(out.parent) == before
+
+
+def lines_then_kill():
+    train.LOG_SECONDS = -1
+    before_call(train, "training_batch", 6, functools.partial(send, signal.SIGKILL))
+
+
+def test_clock():
+    """L3: the time left reads 0:60 or 1:60 min."""
+    assert [train.clock(seconds) for seconds in (0, 5.2, 59.4, 59.7, 119.6, 3601)] == [
+        "0:00 min", "0:05 min", "0:59 min", "1:00 min", "2:00 min", "60:01 min"]
+
+
+@posix
+def test_log_is_flushed(tmp_path, out, corpus):
+    """L3: the lines of a redirected run wait in a buffer, so that a killed run shows none of them."""
+    log = tmp_path / "log"
+    flags = [*TINY, "--steps", 9, "--eval-interval", 3, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    assert status_of(lines_then_kill, log, *flags) == -signal.SIGKILL
+    text = log.read_text(encoding="utf-8")
+    for step in range(1, 6):
+        assert f"\nstep {step}/9  loss " in text
+    assert "\nstep 3/9  training loss " in text
+    assert text.endswith(" left\n")
+
+
+def test_redirected_output(tmp_path, corpus):
+    """L3, L2, L1: python train.py > log 2>&1 draws a bar, or dies of a poem in a legacy code page."""
+    flags = [*TINY, "--steps", "4", "--eval-interval", "2", "--corpus", corpus, "--out", tmp_path / "gpt.pt"]
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "0"}
+    with open(tmp_path / "log", "wb") as log:
+        done = subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=log, stderr=log, env=environment,
+                              cwd=tmp_path)
+    assert done.returncode == 0
+    data = (tmp_path / "log").read_bytes()
+    if os.name != "nt":
+        assert b"\r" not in data
+    lines = data.decode("utf-8").splitlines()
+    assert len(lines) == 6
+    assert not any("%" in line for line in lines)
+    assert [line.split()[1] for line in lines[1:5:2]] == ["2/4", "4/4"]
+    assert all(set(line.strip()) <= set("".join(POEMS)) and 0 < len(line.strip()) <= 100 for line in lines[2:5:2])
+
+
+def nothing():
+    pass
+
+
+@posix
+def test_narrow_terminal(tmp_path, out, corpus):
+    """L2: a terminal of 40 columns in cp1252 gets bar glyphs it does not have, or lines that wrap."""
+    import termios
+
+    terminal, its_end = os.openpty()
+    termios.tcsetwinsize(its_end, (24, 40))
+    got = []
+
+    def read():
+        try:
+            while data := os.read(terminal, 4096):
+                got.append(data)
+        except OSError:  # on Linux, the end
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    flags = [*TINY, "--steps", 30, "--eval-interval", 10, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    status = status_of(nothing, os.ttyname(its_end), *flags)
+    os.close(its_end)
+    reader.join()
+    os.close(terminal)
+    text = b"".join(got).decode("utf-8")
+    assert status == 0, text
+    bars = [part for part in text.replace("\n", "\r").split("\r") if "%|" in part]
+    assert bars
+    assert all(bar.isascii() and len(bar) <= 40 for bar in bars)
