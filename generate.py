@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 import unicodedata
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -402,8 +403,11 @@ def check_exercise(number, model, vocab):
 MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
 
 
-def clean(text, vocab, name):
-    """A prompt in characters of the vocabulary; what had to be changed is said on stderr. Raises Stop for the rest."""
+def clean(text, vocab, name, block_size):
+    """A prompt in characters of the vocabulary. Raises Stop for those that cannot be brought there.
+
+    What had to be changed is said on stderr, and what of the prompt the model cannot see.
+    """
     from gpt import Stop, UnknownCharacters
 
     text, changes = text.strip(), {}
@@ -419,16 +423,19 @@ def clean(text, vocab, name):
     try:
         vocab.encode(text)
     except UnknownCharacters as error:
-        raise Stop(f"{name}: {error}", 2) from None
+        hint = "" if find_spec("opencc") else " (traditional ones are converted when opencc is installed)"
+        raise Stop(f"{name}: {error}{hint}", 2) from None
+    if len(text) > block_size:
+        print(f"{name} has {len(text)} characters; the model sees the last {block_size}", file=sys.stderr)
     return text
 
 
 def simplified(char):
     """A traditional character's simplified one; any other as it is, and all when opencc is not installed."""
-    try:
-        import opencc
-    except ImportError:
+    if find_spec("opencc") is None:
         return char
+    import opencc
+
     return opencc.OpenCC("t2s").convert(char)
 
 
@@ -448,10 +455,11 @@ def poems(model, vocab, args):
     """The poet: print args.number poems to stdout, one a line, all else to stderr."""
     from gpt import Stop
 
-    prompt = clean(args.prompt or "", vocab, "--prompt")
+    window = model.config.block_size
+    prompt = clean(args.prompt or "", vocab, "--prompt", window)
     template = form(*FORMS[args.form]) if args.form else None
     if args.acrostic is not None:
-        heads = clean(args.acrostic, vocab, "--acrostic")
+        heads = clean(args.acrostic, vocab, "--acrostic", window)
         if not heads or not all(char.isalpha() for char in heads):
             raise Stop(f"--acrostic {heads!r}: give the characters that begin the lines, without marks", 2)
         n_char, n_lines = FORMS.get(args.form, (args.chars or 7, len(heads)))
@@ -460,9 +468,6 @@ def poems(model, vocab, args):
         template = form(n_char, n_lines, heads)
     elif template:
         fit(template, prompt, args.form)
-    if len(prompt) >= model.config.block_size:
-        seen = model.config.block_size
-        print(f"the prompt has {len(prompt)} characters; the model sees the last {seen}", file=sys.stderr)
     seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
     if args.seed is None:
         print(f"seed {seed}: --seed {seed} writes this again", file=sys.stderr)
@@ -599,19 +604,23 @@ def main(args):
     if path is None:
         raise Stop(f"no {CHECKPOINTS[0]} and no {CHECKPOINTS[1].name}: make one with python train.py")
     model, vocab, info = load_checkpoint(path, pick_device(args.device))
-    print(f"model: {path}, step {info.get('step')}, validation loss {info.get('val_loss')}", file=sys.stderr)
     if "\n" not in vocab.ids or not {"，", "。"} <= set(vocab.ids):
         raise Stop(f"{path} was not trained on poems: its vocabulary lacks the line break, ， or 。")
+    which = f"model: {path}, step {info.get('step')}, validation loss {info.get('val_loss')}"
+    # After the demos it stands on stdout, so that `| head -1` gives the lesson's first line and nothing else.
+    if args.mode != "demo":
+        print(which, file=sys.stderr, flush=True)
     try:
         if args.mode == "demo":
             for number in args.demo or DEMOS:
                 DEMOS[number](model, vocab)
                 sys.stdout.flush()
+            print(which)
         elif args.mode == "exercise":
             right = [check_exercise(number, model, vocab) for number in args.exercise]
             return 0 if all(right) else 1
         elif args.mode == "next":
-            print_next(model, vocab, clean(args.next, vocab, "--next"), args.top)
+            print_next(model, vocab, clean(args.next, vocab, "--next", model.config.block_size), args.top)
         else:
             poems(model, vocab, args)
     except (DecodingError, UnknownCharacters) as error:  # the latter from a demo's own text

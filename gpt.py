@@ -275,7 +275,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     check_sampling(temperature, top_k, top_p)
     V = logits.size(-1)
     if allowed is not None:
-        logits = logits.masked_fill(~allowed, float("-inf"))
+        logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
         top_k, temperature = 1, 1.0
     if temperature != 1:
@@ -306,7 +306,7 @@ def sample(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None, gen
     if temperature == 0:
         check_sampling(temperature, top_k, top_p)
         if allowed is not None:
-            logits = logits.masked_fill(~allowed, float("-inf"))
+            logits = torch.where(allowed, logits, float("-inf"))
         largest, ids = logits.max(dim=-1)
         if not largest.isfinite().all():
             raise _no_choice(allowed)

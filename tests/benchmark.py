@@ -168,11 +168,10 @@ def summary(values):
     return statistics.median(values), min(values), max(values)
 
 
-def read_rate(size, device, repeats):
-    """Bytes a second at which a sum reads that many bytes."""
+def reader(size, device, repeats=1):
+    """A function that reads so many bytes as fast as can be, by adding them up."""
     numbers = torch.ones(size // 4, device=device)
-    seconds = take_turns({"sum": lambda: [numbers.sum() for _ in range(repeats)]}, ROUNDS, device)["sum"]
-    return repeats * size / statistics.median(seconds)
+    return lambda: [numbers.sum() for _ in range(repeats)]
 
 
 def matmul_rate(device, n=1024, repeats=5):
@@ -213,9 +212,11 @@ def decode(device):
     steps, memory, again = {}, {}, {}
     for n in sorted({1, threads}):
         torch.set_num_threads(n)
-        steps[n] = take_turns({"ours": partial(model.generate, prompt, most)}, ROUNDS, device)["ours"]
-        memory[n] = step_bytes / read_rate(MEMORY, device, repeats=1)
-        again[n] = step_bytes / read_rate(step_bytes, device, repeats=40)
+        seconds = take_turns({"ours": partial(model.generate, prompt, most), "memory": reader(MEMORY, device),
+                              "again": reader(step_bytes, device, repeats=40)}, ROUNDS, device)
+        steps[n] = [1e6 * s / most for s in seconds["ours"]]
+        memory[n] = [1e6 * s * step_bytes / MEMORY for s in seconds["memory"]]
+        again[n] = [1e6 * s / 40 for s in seconds["again"]]
     torch.set_num_threads(threads)
 
     tables = [
@@ -227,16 +228,16 @@ def decode(device):
          {"(b) ours": [summary([1e3 * s for s in long["ours", n]]) for n in (SHORT, LONG)],
           "(c) ours, no cache": [None, summary([1e3 * s for s in long["ours, no cache", LONG]])]}),
         ("microseconds a step", [f"{n} thread{'s' * (n > 1)}" for n in steps],
-         {"(b) ours": [summary([1e6 * s / most for s in steps[n]]) for n in steps],
-          f"the floor: {step_bytes / 1e6:.2f} MB from memory": [1e6 * memory[n] for n in steps],
-          "the same bytes, in the cache already": [1e6 * again[n] for n in steps]}),
+         {"(b) ours": [summary(steps[n]) for n in steps],
+          f"the floor: {step_bytes / 1e6:.2f} MB from memory": [summary(memory[n]) for n in steps],
+          "the same bytes, in the CPU's cache": [summary(again[n]) for n in steps]}),
     ]
     middle = {key: statistics.median(seconds) for key, seconds in (single | long).items()}
     rate = {B: B / statistics.median(batches[B]) for B in BATCHES}
     ratios = {
         f"lesson's loop / ours, {most} characters": (middle["(a) the lesson's loop", most] / middle["(b) ours", most],
                                                      "at least 1.6"),
-        "ours on one thread / the floor": (statistics.median(steps[1]) / most / memory[1], "at most 3.3"),
+        "ours on one thread / the floor": (statistics.median(steps[1]) / statistics.median(memory[1]), "at most 3.3"),
         f"{BATCHES[-1]} at once / one": (rate[BATCHES[-1]] / rate[1], "at least 9"),
         f"no cache / cache, block_size {LONG_BLOCK}, {LONG} characters": (
             middle["ours, no cache", LONG] / middle["ours", LONG], "at least 6"),
