@@ -272,7 +272,8 @@ def pad(text, width):
 
 def print_trace(model, vocab, ids, start, file, **knobs):
     """A line for each character of ids (1, T) after the first `start`: what was left, and what was drawn."""
-    print("  # drew     p   rank  the likeliest five that were left, in %      top-k cut top-p cut", file=file)
+    head = f"{'the likeliest five that were left, in %':<39} {'top-k cut':>9} {'top-p cut':>9}"
+    print(f"{'#':>3}       % {'rank':>5} {head}", file=file)
     for i, (logits, warm, by_k, by_p) in enumerate(replay(model, ids, start, **knobs)):
         drawn = ids[0, start + i].item()
         rank = (logits[0] > logits[0, drawn]).sum().item() + 1
@@ -283,8 +284,8 @@ def print_trace(model, vocab, ids, start, file, **knobs):
         for before, after in ((warm, by_k), (by_k, by_p)):
             gone = (before > 0) & (after == 0)
             cuts.append(f"{gone.sum():>4} {before[gone].sum():>4.0%}" if gone.any() else "   -    -")
-        choice = f"{pad(visible(vocab.chars[drawn]), 2)}  {100 * by_p[0, drawn].item():5.1f} {rank:>6}"
-        print(f"{i + 1:>3} {choice}  {pad(left, 39)} {cuts[0]} {cuts[1]}", file=file)
+        choice = f"{pad(visible(vocab.chars[drawn]), 2)} {100 * by_p[0, drawn].item():5.1f} {rank:>5}"
+        print(f"{i + 1:>3} {choice} {pad(left, 39)} {cuts[0]} {cuts[1]}", file=file)
 
 
 def bar(share, width=40):

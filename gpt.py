@@ -414,7 +414,7 @@ def save_state(path, state):
     buffer = io.BytesIO()  # so that a full disk is an OSError, not an error inside torch's writer
     torch.save(state, buffer)
     try:  # numpy scalars and paths can be saved, but not loaded again
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise TypeError(f"{path} is not written, it could not be read: {error}") from None
     write_file(path, buffer.getvalue())
@@ -493,7 +493,8 @@ def run(main):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         status = main() or 0
-        sys.stdout.flush()
+        if sys.stdout:  # None where it was closed before we began
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as `head -1`, has seen enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ about it has to be saved to resume a run, and evaluating more or less often chan
 """
 
 import argparse
+import contextlib
 import csv
 import io
 import math
@@ -68,6 +69,8 @@ SAMPLE_TEMPERATURE, SAMPLE_SEED = 0.8, 7  # of the poem shown at each evaluation
 
 def read_poems(path):
     """The poems of a corpus file, one a line; only a newline ends a line, and a BOM or CRLF makes no difference."""
+    if path != CORPUS and not path.is_file():
+        raise Stop(f"--corpus {path}: there is no such file", 2)
     data = prepare() if path == CORPUS else path.read_bytes()
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -205,7 +208,7 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
     def evaluate():
         loss = validation_loss(model, validation)
         if not math.isfinite(loss):
-            raise Stop(f"step {state['step']:,}: the validation loss is {loss}; {lower_lr}")
+            raise ran_away(state["step"], "validation", loss)
         better = loss < state["best"]
         trained = sum(state["losses"]) / max(1, len(state["losses"]))
         rate = state["step"] * p.batch_size * p.block_size / max(state["seconds"], 1e-9)
@@ -231,8 +234,8 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
                 "torch": str(torch.__version__),
             }
             save_checkpoint(out, model, vocab, info)
-        save_resume()
         write_log(out.with_name("log.csv"), state["log"])
+        save_resume()
         with bar.external_write_mode():
             print(
                 f"step {state['step']:,}/{p.steps:,}  training loss {trained:.3f}  validation loss {loss:.4f}"
@@ -240,7 +243,10 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
             )
             print(f"    {sample_poem(model, vocab)}", flush=True)
 
-    lower_lr = f"lower the learning rates; {out} is the last good model"
+    def ran_away(step, which, loss):
+        kept = f"; {out} is the last good model" if state["best"] < math.inf else ""
+        return Stop(f"step {step:,}: the {which} loss is {loss}; lower the learning rates{kept}")
+
     done = state["step"]
     before, printed = time.perf_counter(), time.monotonic()
     with tqdm(total=p.steps, initial=done, unit="step", ascii=True, disable=None, dynamic_ncols=True) as bar:
@@ -256,7 +262,7 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
             set_lr(optimizers, p, lr_factor(step, p))
             loss = model(x.to(device), y.to(device))[1]
             if not loss.isfinite():
-                raise Stop(f"step {step + 1:,}: the training loss is {loss.item()}; {lower_lr}")
+                raise ran_away(step + 1, "training", loss.item())
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -320,7 +326,8 @@ def sample_poem(model, vocab):
 
 
 def clock(seconds):
-    return f"{seconds // 60:.0f}:{seconds % 60:02.0f} min"
+    seconds = round(seconds)
+    return f"{seconds // 60}:{seconds % 60:02} min"
 
 
 def flag(name):
@@ -359,6 +366,8 @@ def main():
     device = pick_device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
+    if not args.out.name or args.out.is_dir():
+        raise Stop(f"--out {args.out} is a folder; name a file", 2)
     poems = read_poems(args.corpus)
     print(f"training on {device} with {torch.get_num_threads()} threads, {len(poems):,} poems", flush=True)
     if not args.resume and args.out.exists():
@@ -370,7 +379,8 @@ def main():
         if presses:
             raise KeyboardInterrupt
         presses.append(signum)
-        os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
+        with contextlib.suppress(OSError):  # nobody reads it any more, such as a tee that the same Ctrl-C ended
+            os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
 
     signal.signal(signal.SIGINT, interrupted)
     if not train(p, poems, args.out, device, args.resume, stopping=lambda: bool(presses)):

@@ -11,6 +11,7 @@ GitHub repository at the commit below. A poem is converted from traditional char
 import argparse
 import contextlib
 import hashlib
+import http.client
 import importlib.metadata
 import json
 import re
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -58,7 +58,7 @@ def from_archive(path):
                 *_, folder, name = ("", *member.name.split("/"))
                 if name in FILES and folder in FOLDERS and member.isfile():
                     yield name, archive.extractfile(member).read()
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, TypeError) as error:  # TypeError: three bytes of one
         raise Stop(f"{path} is not a whole .tgz archive ({error}); fetch it again") from None
 
 
@@ -97,11 +97,8 @@ def from_github(base=GITHUB):
         try:
             with urllib.request.urlopen(base + name, timeout=TIMEOUT) as answer:
                 data = answer.read()
-                length = answer.headers.get("Content-Length")
-        except (OSError, urllib.error.URLError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise Stop(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
-        if length and len(data) != int(length):
-            raise Stop(f"{base + name}: {len(data)} of {length} bytes came; try again")
         yield name, data
 
 
@@ -112,7 +109,7 @@ def from_anywhere():
         try:
             yield from from_npm(npm)
             return
-        except Stop as error:
+        except (Stop, OSError) as error:
             print(f"{error}; trying GitHub", file=sys.stderr)
     yield from from_github()
 
@@ -123,7 +120,7 @@ def read_texts(members):
     for name, data in tqdm(members, "reading", len(FILES), unit="file", ascii=True, disable=None):
         try:
             poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise Stop(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
     missing = [name for name in FILES if name not in poems]
     if missing:
@@ -136,11 +133,12 @@ def converter():
     remedy = f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt"
     try:
         import opencc
+
+        # Other packages provide a module of this name too.
+        package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]
+        version = importlib.metadata.version(package)
     except ImportError as error:
         raise Stop(f"{remedy} ({error})") from None
-    # Other packages provide a module of this name too.
-    package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]
-    version = importlib.metadata.version(package)
     if (package.lower(), version) != ("opencc", OPENCC):
         raise Stop(f"{remedy} (found: {package} {version}, which converts otherwise)")
     return opencc.OpenCC("t2s").convert

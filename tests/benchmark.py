@@ -51,8 +51,10 @@ class LessonBlock(nn.Module):
 
     def attention(self, x, cache):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-                   for t in self.ours.attn.c_attn(x).split(C, dim=2))  # (B, H, T, C/H) each
+        q, k, v = (
+            t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for t in self.ours.attn.c_attn(x).split(C, dim=2)
+        )  # (B, H, T, C/H) each
         if "k" in cache:
             k = torch.cat([cache["k"], k], dim=2)
             v = torch.cat([cache["v"], v], dim=2)
@@ -100,13 +102,20 @@ def as_gpt2(model):
 
     c = model.config
     config = transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        bos_token_id=None, eos_token_id=None,
+        vocab_size=c.vocab_size,
+        n_positions=c.block_size,
+        n_embd=c.n_embd,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     other = transformers.GPT2LMHeadModel(config)
     # GPT-2 stores its matrices (in, out); embeddings, and so the head, are the same way round in both.
-    weights = {f"transformer.{name}": weight.T if name.startswith("h.") and weight.ndim == 2 else weight
-               for name, weight in model.state_dict().items()}
+    weights = {
+        f"transformer.{name}": weight.T if name.startswith("h.") and weight.ndim == 2 else weight
+        for name, weight in model.state_dict().items()
+    }
     weights["lm_head.weight"] = model.wte.weight
     biases = {name: torch.zeros_like(bias) for name, bias in other.named_parameters() if name.endswith(".bias")}
     other.load_state_dict(weights | biases)
@@ -194,59 +203,96 @@ def decode(device):
     most = LENGTHS[-1]
 
     contenders = decoders(model, first)
-    single = take_turns({(name, n): partial(write, n) for n in LENGTHS for name, write in contenders.items()},
-                        ROUNDS, device)
-    batches = take_turns({B: partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES},
-                         ROUNDS, device)
+    single = take_turns(
+        {(name, n): partial(write, n) for n in LENGTHS for name, write in contenders.items()}, ROUNDS, device
+    )
+    batches = take_turns(
+        {B: partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES}, ROUNDS, device
+    )
 
     torch.manual_seed(0)
     large = GPT(GPTConfig(model.config.vocab_size, block_size=LONG_BLOCK)).to(device).eval()
-    long = take_turns({
-        ("ours", SHORT): partial(large.generate, prompt, SHORT),
-        ("ours", LONG): partial(large.generate, prompt, LONG),
-        ("ours, no cache", LONG): partial(large.generate, prompt, LONG, use_cache=False),
-    }, LONG_ROUNDS, device)
+    long = take_turns(
+        {
+            ("ours", SHORT): partial(large.generate, prompt, SHORT),
+            ("ours", LONG): partial(large.generate, prompt, LONG),
+            ("ours, no cache", LONG): partial(large.generate, prompt, LONG, use_cache=False),
+        },
+        LONG_ROUNDS,
+        device,
+    )
 
     # A step reads every weight but most of the position table. It cannot be faster than that.
     step_bytes = sum(weight.nbytes for name, weight in model.named_parameters() if name != "wpe.weight")
     steps, memory, again = {}, {}, {}
     for n in sorted({1, threads}):
         torch.set_num_threads(n)
-        seconds = take_turns({"ours": partial(model.generate, prompt, most), "memory": reader(MEMORY, device),
-                              "again": reader(step_bytes, device, repeats=40)}, ROUNDS, device)
+        seconds = take_turns(
+            {
+                "ours": partial(model.generate, prompt, most),
+                "memory": reader(MEMORY, device),
+                "again": reader(step_bytes, device, repeats=40),
+            },
+            ROUNDS,
+            device,
+        )
         steps[n] = [1e6 * s / most for s in seconds["ours"]]
         memory[n] = [1e6 * s * step_bytes / MEMORY for s in seconds["memory"]]
         again[n] = [1e6 * s / 40 for s in seconds["again"]]
     torch.set_num_threads(threads)
 
     tables = [
-        ("milliseconds for", [f"{n} characters" for n in LENGTHS],
-         {name: [summary([1e3 * s for s in single[name, n]]) for n in LENGTHS] for name in contenders}),
-        (f"characters a second, {BATCH_LENGTH} each", [f"{B} at once" for B in BATCHES],
-         {"(b) ours": [summary([B * BATCH_LENGTH / s for s in batches[B]]) for B in BATCHES]}),
-        (f"milliseconds, block_size {LONG_BLOCK}", [f"{n} characters" for n in (SHORT, LONG)],
-         {"(b) ours": [summary([1e3 * s for s in long["ours", n]]) for n in (SHORT, LONG)],
-          "(c) ours, no cache": [None, summary([1e3 * s for s in long["ours, no cache", LONG]])]}),
-        ("microseconds a step", [f"{n} thread{'s' * (n > 1)}" for n in steps],
-         {"(b) ours": [summary(steps[n]) for n in steps],
-          f"the floor: {step_bytes / 1e6:.2f} MB from memory": [summary(memory[n]) for n in steps],
-          "the same bytes, in the CPU's cache": [summary(again[n]) for n in steps]}),
+        (
+            "milliseconds for",
+            [f"{n} characters" for n in LENGTHS],
+            {name: [summary([1e3 * s for s in single[name, n]]) for n in LENGTHS] for name in contenders},
+        ),
+        (
+            f"characters a second, {BATCH_LENGTH} each",
+            [f"{B} at once" for B in BATCHES],
+            {"(b) ours": [summary([B * BATCH_LENGTH / s for s in batches[B]]) for B in BATCHES]},
+        ),
+        (
+            f"milliseconds, block_size {LONG_BLOCK}",
+            [f"{n} characters" for n in (SHORT, LONG)],
+            {
+                "(b) ours": [summary([1e3 * s for s in long["ours", n]]) for n in (SHORT, LONG)],
+                "(c) ours, no cache": [None, summary([1e3 * s for s in long["ours, no cache", LONG]])],
+            },
+        ),
+        (
+            "microseconds a step",
+            [f"{n} thread{'s' * (n > 1)}" for n in steps],
+            {
+                "(b) ours": [summary(steps[n]) for n in steps],
+                f"the floor: {step_bytes / 1e6:.2f} MB from memory": [summary(memory[n]) for n in steps],
+                "the same bytes, in the CPU's cache": [summary(again[n]) for n in steps],
+            },
+        ),
     ]
     middle = {key: statistics.median(seconds) for key, seconds in (single | long).items()}
     rate = {B: B / statistics.median(batches[B]) for B in BATCHES}
     ratios = {
-        f"lesson's loop / ours, {most} characters": (middle["(a) the lesson's loop", most] / middle["(b) ours", most],
-                                                     "at least 1.6"),
+        f"lesson's loop / ours, {most} characters": (
+            middle["(a) the lesson's loop", most] / middle["(b) ours", most],
+            "at least 1.6",
+        ),
         "ours on one thread / the floor": (statistics.median(steps[1]) / statistics.median(memory[1]), "at most 3.3"),
         f"{BATCHES[-1]} at once / one": (rate[BATCHES[-1]] / rate[1], "at least 9"),
         f"no cache / cache, block_size {LONG_BLOCK}, {LONG} characters": (
-            middle["ours, no cache", LONG] / middle["ours", LONG], "at least 6"),
-        f"{LONG} / {SHORT} characters, block_size {LONG_BLOCK}": (middle["ours", LONG] / middle["ours", SHORT],
-                                                                  "at most 5.5"),
+            middle["ours, no cache", LONG] / middle["ours", LONG],
+            "at least 6",
+        ),
+        f"{LONG} / {SHORT} characters, block_size {LONG_BLOCK}": (
+            middle["ours", LONG] / middle["ours", SHORT],
+            "at most 5.5",
+        ),
     }
     if "(e) transformers" in contenders:
         ratios[f"transformers / ours, {most} characters"] = (
-            middle["(e) transformers", most] / middle["(b) ours", most], "at least 2.3")
+            middle["(e) transformers", most] / middle["(b) ours", most],
+            "at least 2.3",
+        )
     return which, tables, ratios
 
 
@@ -280,8 +326,11 @@ def train(device):
     operations = 6 * weights + 6 * p.n_layer * p.block_size * p.n_embd
     peak = matmul_rate(device)
     tables = [
-        (f"a training step of {p.batch_size} x {p.block_size}", ["characters a second", "share of matmul rate"],
-         {name: [summary(its), statistics.median(its) * operations / peak] for name, its in rates.items()}),
+        (
+            f"a training step of {p.batch_size} x {p.block_size}",
+            ["characters a second", "share of matmul rate"],
+            {name: [summary(its), statistics.median(its) * operations / peak] for name, its in rates.items()},
+        ),
         ("the machine", ["GFLOP/s"], {"float32 matmul, 1024 x 1024": [peak / 1e9]}),
     ]
     plain, ours = (statistics.median(its) for its in rates.values())
@@ -317,7 +366,7 @@ def show(heading, tables, ratios):
     for title, columns, rows in tables:
         print()
         for name, cells in [(title, columns), *((name, map(cell, cells)) for name, cells in rows.items())]:
-            print(f"{name:<40}" + "".join(f"{text:>26}" for text in cells))
+            print(f"{name:<40}" + "".join(f"  {text:>24}" for text in cells))
     print()
     for name, (value, target) in ratios.items():
         print(f"{name:<56}{value:>10.2f}   {target}")
@@ -327,8 +376,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["decode", "train"], help="writing, or a training step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N",
-                        help="of torch; NumPy has its own (OMP_NUM_THREADS) (default: %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="of torch; NumPy has its own (OMP_NUM_THREADS) (default: %(default)s)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto; NumPy stays on the CPU (default: cpu)")
     args = parser.parse_args()
     if args.threads < 1:
@@ -338,7 +392,7 @@ def main():
     which, tables, ratios = {"decode": decode, "train": train}[args.what](device)
     heading = f"{args.what}: {which}; {device}, threads: {args.threads}, torch {torch.__version__}"
     if args.json:
-        print(json.dumps({"heading": heading, "tables": tables, "ratios": ratios}, ensure_ascii=False, indent=1))
+        print(json.dumps({"heading": heading, "tables": tables, "ratios": ratios}, ensure_ascii=False))
     else:
         show(heading, tables, ratios)
 

@@ -79,8 +79,10 @@ def write(model, vocab, temperature):
     """POEMS poems, the same ones every time."""
     start = torch.full((BATCH, 1), vocab.ids["\n"])
     generator = torch.Generator().manual_seed(SEED)
-    batches = [model.generate(start, LENGTH, temperature=temperature, stop=vocab.ids["\n"], generator=generator)
-               for _ in range(POEMS // BATCH)]
+    batches = [
+        model.generate(start, LENGTH, temperature=temperature, stop=vocab.ids["\n"], generator=generator)
+        for _ in range(POEMS // BATCH)
+    ]
     return [vocab.decode(ids).strip("\n") for batch in batches for ids in batch.tolist()]
 
 
@@ -94,10 +96,16 @@ def after_spring_wind(model, vocab):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints" / "pretrained.pt", metavar="FILE",
-                        help="the model (default: checkpoints/pretrained.pt)")
-    parser.add_argument("--corpus", type=Path, default=CORPUS, metavar="FILE",
-                        help="a poem a line (default: data/tang.txt)")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=ROOT / "checkpoints" / "pretrained.pt",
+        metavar="FILE",
+        help="the model (default: checkpoints/pretrained.pt)",
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=CORPUS, metavar="FILE", help="a poem a line (default: data/tang.txt)"
+    )
     args = parser.parse_args()
     model, vocab, _ = load_checkpoint(args.checkpoint)
     with contextlib.redirect_stdout(sys.stderr):  # what preparing the corpus has to say
@@ -106,8 +114,11 @@ def main():
     held_out = [poem for poem in poems if is_validation(poem)]
     unknown = set("".join(poems)) - set(vocab.chars)
     if unknown or not held_out:
-        raise Stop(f"{args.corpus} is not what the model was trained on: {len(unknown)} of its characters are unknown "
-                   f"to {args.checkpoint}, {len(held_out)} of its poems are for validation", 2)
+        raise Stop(
+            f"{args.corpus} is not what the model was trained on: {len(unknown)} of its characters are unknown "
+            f"to {args.checkpoint}, {len(held_out)} of its poems are for validation",
+            2,
+        )
 
     groups, known = rhyme_groups(training), set(lines(training))
     ends = [char for poem in held_out for char in line_ends(poem)]
@@ -115,13 +126,16 @@ def main():
     by_chance = rhyme_rate(zip(ends[::2], ends[1::2], strict=False), groups)
     real = rhyme_rate(pairs_within(held_out), groups)
     if real < LEAST_REAL or by_chance > MOST_RANDOM:
-        raise Stop(f"the rhyme measure does not count: validation poems {real:.3f} (at least {LEAST_REAL}), "
-                   f"random pairs {by_chance:.3f} (at most {MOST_RANDOM})")
+        raise Stop(
+            f"the rhyme measure does not count: validation poems {real:.3f} (at least {LEAST_REAL}), "
+            f"random pairs {by_chance:.3f} (at most {MOST_RANDOM})"
+        )
 
     p, rank = after_spring_wind(model, vocab)
     some = random.Random(SEED).sample(held_out, min(POEMS, len(held_out)))
-    columns = {f"T = {temperature}": measure(write(model, vocab, temperature), groups, known)
-               for temperature in TEMPERATURES}
+    columns = {
+        f"T = {temperature}": measure(write(model, vocab, temperature), groups, known) for temperature in TEMPERATURES
+    }
     columns |= {f"held out, {len(part):,}": measure(part, groups, known) for part in (some, held_out)}
     rows = {"": columns}
     for name in columns[f"T = {TEMPERATURES[0]}"]:

@@ -42,8 +42,10 @@ def logits(weights, n_head, ids, cache=None, start=0):
     C = x.shape[1]
     future = np.arange(total) > np.arange(start, total)[:, None]  # (T, total)
     for i in range(n_layer(weights)):
-        w = {part: weights[f"h.{i}.{part}.weight"] for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2",
-                                                                "mlp.c_fc", "mlp.c_proj")}
+        w = {
+            part: weights[f"h.{i}.{part}.weight"]
+            for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        }
         qkv = layer_norm(x, w["ln_1"]) @ w["attn.c_attn"].T  # (T, 3C)
         q, k, v = qkv.reshape(T, 3, n_head, C // n_head).transpose(1, 2, 0, 3)  # (H, T, C/H) each
         cache[i, 0, :, start:total], cache[i, 1, :, start:total] = k, v

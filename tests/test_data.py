@@ -30,8 +30,10 @@ DIGITS = "零一二三四五六七八九"
 def verse(n):
     """The poem of file n, in traditional and in simplified characters."""
     number = DIGITS[n // 10] + DIGITS[n % 10]
-    return f"東風{number}開，白雲{number}盡。萬里{number}來，黃河{number}見。", \
-        f"东风{number}开，白云{number}尽。万里{number}来，黄河{number}见。"
+    return (
+        f"東風{number}開，白雲{number}盡。萬里{number}來，黃河{number}見。",
+        f"东风{number}开，白云{number}尽。万里{number}来，黄河{number}见。",
+    )
 
 
 # What else the 58 files hold, all in the first: the text and why it is dropped.
@@ -211,8 +213,10 @@ def test_archive_cut_short(end, archive, target):
 # What stands at the final name
 
 
-@pytest.mark.parametrize("found", [b"", b"\x00\xff junk", b"<!DOCTYPE html><title>Sign in</title>", CORPUS[:-1],
-                                   CORPUS.replace(b"\n", b"\r\n")])
+@pytest.mark.parametrize(
+    "found",
+    [b"", b"\x00\xff junk", b"<!DOCTYPE html><title>Sign in</title>", CORPUS[:-1], CORPUS.replace(b"\n", b"\r\n")],
+)
 def test_wrong_file_is_made_again(found, folder, target, capsys):
     """D1: 0 bytes, junk, a page or half a corpus at the final name is trusted, or replaced without a word."""
     target.parent.mkdir()
@@ -248,6 +252,7 @@ def test_another_corpus_is_refused(folder, target, monkeypatch):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_failed_write_leaves_the_older_file(call, folder, target, monkeypatch):
     """K4: a disk that fails in the middle of the write leaves half a corpus, or its temporary file."""
+
     def fail(*args):
         raise OSError(28, "No space left on device")
 
@@ -316,7 +321,9 @@ def server():
 @pytest.fixture
 def github(server, monkeypatch):
     """The server in GitHub's place."""
-    monkeypatch.setattr(prepare, "from_github", functools.partial(from_github, f"http://127.0.0.1:{server.server_port}/"))
+    monkeypatch.setattr(
+        prepare, "from_github", functools.partial(from_github, f"http://127.0.0.1:{server.server_port}/")
+    )
     return server
 
 
@@ -410,12 +417,15 @@ def no_such_package(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-@pytest.mark.parametrize(("package", "version", "found"), [
-    ("opencc", lambda name: "1.1.9", "opencc 1.1.9"),
-    ("opencc-python-reimplemented", lambda name: "0.1.7", "opencc-python-reimplemented 0.1.7"),
-    ("opencc-python-reimplemented", lambda name: "1.4.2", "opencc-python-reimplemented 1.4.2"),
-    (None, no_such_package, "opencc"),
-])
+@pytest.mark.parametrize(
+    ("package", "version", "found"),
+    [
+        ("opencc", lambda name: "1.1.9", "opencc 1.1.9"),
+        ("opencc-python-reimplemented", lambda name: "0.1.7", "opencc-python-reimplemented 0.1.7"),
+        ("opencc-python-reimplemented", lambda name: "1.4.2", "opencc-python-reimplemented 1.4.2"),
+        (None, no_such_package, "opencc"),
+    ],
+)
 def test_another_opencc(package, version, found, folder, target, monkeypatch):
     """D7: another release, another package or a stray file of the name opencc converts the corpus its own way."""
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"opencc": [package]} if package else {})

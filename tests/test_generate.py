@@ -17,9 +17,7 @@ import gpt
 from generate import ANY, FORMS, acrostic, compare, form, seeded, write
 from gpt import GPT, GPTConfig, Stop, UnknownCharacters, Vocabulary
 
-VOCAB = Vocabulary(
-    "\n，。" + "".join(sorted(set("白日依山尽黄河入海床前明月光疑是地上春风大漠孤烟直人工智能好眠不觉学无止境乾云水花雪")))
-)
+VOCAB = Vocabulary("\n，。白日依山尽黄河入海床前明月光疑是地上春风大漠孤烟直人工智能好眠不觉学无止境乾云水花雪")
 LETTERS = VOCAB.chars[3:]
 BREAK, COMMA, STOP = range(3)
 
@@ -84,14 +82,17 @@ def test_prompt_begins_a_form(poet, prompt):
         assert shape(5, 4).fullmatch(poem)
 
 
-@pytest.mark.parametrize(("prompt", "said"), [
-    ("春，", "， is its character 2, where a character that is no mark stands"),
-    ("春眠不觉学云", "云 is its character 6, where 「，」 stands"),
-    ("春眠不觉学。", "。 is its character 6, where 「，」 stands"),
-    ("春眠不觉学，云水花明月，", "， is its character 12, where 「。」 stands"),
-    ("春\n", "↵ is its character 2, where a character that is no mark stands"),
-    ("春" * 25, "25 characters, 五绝 has 24"),
-])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("春，", "， is its character 2, where a character that is no mark stands"),
+        ("春眠不觉学云", "云 is its character 6, where 「，」 stands"),
+        ("春眠不觉学。", "。 is its character 6, where 「，」 stands"),
+        ("春眠不觉学，云水花明月，", "， is its character 12, where 「。」 stands"),
+        ("春\n", "↵ is its character 2, where a character that is no mark stands"),
+        ("春" * 25, "25 characters, 五绝 has 24"),
+    ],
+)
 def test_prompt_that_cannot_fit(prompt, said):
     """S8: a prompt that a form cannot begin with was bent or cut; it is refused with the reason, status 2."""
     with pytest.raises(Stop, match=re.escape(said)) as stop:
@@ -150,18 +151,21 @@ def test_a_model_that_ends_at_once(stub, use_cache):
 GOOD = "春眠不觉学无止，云水花明月光雪。春眠不觉学无止，云水花明月光雪。"
 
 
-@pytest.mark.parametrize(("poem", "right"), [
-    (GOOD, True),
-    (GOOD.translate({ord("，"): "。"}), True),
-    (GOOD[:-1] + "，", False),
-    (GOOD[:-1], False),
-    (GOOD + "春", False),
-    (GOOD[:7] + "春" + GOOD[8:], False),
-    (GOOD[:3] + "，" + GOOD[4:], False),
-    (GOOD[:3] + "\n" + GOOD[4:], False),
-    ("，" + GOOD[1:], False),
-    ("", False),
-])
+@pytest.mark.parametrize(
+    ("poem", "right"),
+    [
+        (GOOD, True),
+        (GOOD.translate({ord("，"): "。"}), True),
+        (GOOD[:-1] + "，", False),
+        (GOOD[:-1], False),
+        (GOOD + "春", False),
+        (GOOD[:7] + "春" + GOOD[8:], False),
+        (GOOD[:3] + "，" + GOOD[4:], False),
+        (GOOD[:3] + "\n" + GOOD[4:], False),
+        ("，" + GOOD[1:], False),
+        ("", False),
+    ],
+)
 def test_has_marks(poem, right):
     """Exercise 2's measure passed a poem with a mark too many, too few or at another place, or failed a right one."""
     assert generate.has_marks(poem) is right
@@ -283,13 +287,22 @@ def test_demo_6(capsys, monkeypatch):
     assert printed(capsys)[2] == "  写  32 个字：不用缓存     10 毫秒，用缓存    25 毫秒，反而慢了 2.5 倍"
 
 
+def break_the_cache(monkeypatch, position, factor):
+    """From now on caches hold wrong keys and values after that position."""
+    append = gpt.KVCache.append
+
+    def wrong(self, kv, start):
+        return append(self, kv * factor if start > position else kv, start)
+
+    monkeypatch.setattr(gpt.KVCache, "append", wrong)
+
+
 def test_demo_6_is_honest(poet, tiny, capsys, monkeypatch):
     """C6: demo 6 says 完全一样 of 20 seeds, and names the first character that differs when the cache is broken."""
     start = torch.tensor([[BREAK]])
     assert [compare(poet, start, 120, seed) for seed in range(20)] == [None] * 20
     whole = tiny(vocab_size=len(VOCAB), block_size=128)
-    append = gpt.KVCache.append
-    monkeypatch.setattr(gpt.KVCache, "append", lambda self, kv, start: append(self, kv * (9 if start > 40 else 1), start))
+    break_the_cache(monkeypatch, position=40, factor=9)
     with_cache, without = (whole.generate(start, 120, use_cache=c, generator=seeded())[0] for c in (True, False))
     first = next(i for i in range(121) if with_cache[i] != without[i])  # the start is number 0
     assert 41 < first < 121
@@ -317,8 +330,8 @@ def test_medians(monkeypatch, slow):
 
 def test_timed_runs_the_path_it_is_asked_for(poet, monkeypatch):
     """C7: the path without the cache was timed with it."""
-    asked, run = [], poet.generate
-    monkeypatch.setattr(poet, "generate", lambda *args, **knobs: asked.append((args[1], knobs["use_cache"])) or run(*args, **knobs))
+    asked = []
+    monkeypatch.setattr(poet, "generate", lambda start, n, use_cache, generator: asked.append((n, use_cache)))
     assert all(generate.timed(poet, torch.tensor([[BREAK]]), 9, use_cache) > 0 for use_cache in (True, False))
     assert asked == [(9, True), (9, False)]
 
@@ -444,8 +457,8 @@ def test_trace_says_what_was_cut(stub, capsys):
 
 def test_trace_of_a_tie_at_temperature_0(stub, capsys):
     """S1: of equal logits the likeliest that was drawn was another than the one that was left."""
-    flags = ["--prompt", "春", "--seed", 1, "--temperature", 0, "--trace", "--max-chars", 3]
-    for row in poems(stub(logits(雪=2, 花=2, 云=2)), capsys, *flags).err.splitlines()[-3:]:
+    flags = ["--form", "五绝", "--seed", 1, "--temperature", 0, "--trace"]
+    for row in poems(stub(logits()), capsys, *flags).err.splitlines()[-24:]:
         _, drawn, p, _, left, *_ = row.split()
         assert (p, left[0]) == ("100.0", drawn)
 
@@ -528,8 +541,16 @@ def test_exercise_1_tells_right_from_wrong(poet, capsys, monkeypatch, name):
 def test_exercise_1_counts_what_each_step_kept(poet, capsys, monkeypatch):
     """The counts took in the padding of poems that had ended, or another step's candidates."""
     made, run = [], poet.generate
-    monkeypatch.setattr(poet, "generate", lambda *args, **knobs: made.append((run(*args, **knobs), knobs)) or made[-1][0])
-    generate.check_exercise(1, poet, VOCAB)
+
+    def spy(*args, **knobs):
+        made.append((run(*args, **knobs), knobs))
+        return made[-1][0]
+
+    monkeypatch.setattr(poet, "generate", spy)
+    for seed in (1, 7):
+        monkeypatch.setattr(generate, "SEED", seed)
+        monkeypatch.setattr(generate.seeded, "__defaults__", (seed,))
+        generate.check_exercise(1, poet, VOCAB)
     lines = [line for line in printed(capsys) if "每一步" in line]
     for line, (ids, knobs) in zip(lines, made[::2], strict=True):
         kept = []
@@ -546,17 +567,20 @@ def test_exercise_1_counts_what_each_step_kept(poet, capsys, monkeypatch):
         assert line.endswith(f"最少 {min(kept)}，中位数 {statistics.median(kept):g}，最多 {max(kept)}")
 
 
-@pytest.mark.parametrize(("marks", "right"), [
-    (generate.EX2_MARKS, True),
-    ({8: "，", 16: "。", 24: "，", 32: "。"}, True),
-    ({}, False),
-    ({8: "，。", 16: "，。", 24: "，。"}, False),
-    ({8: "，。", 16: "，。", 24: "，。", 32: "，。"}, False),
-    ({7: "，。", 16: "，。", 24: "，。", 32: "。"}, False),
-    ({8: "，。", 12: "，。", 16: "，。", 24: "，。", 32: "。"}, False),
-    ({6: "，。", 12: "，。", 18: "，。", 24: "。"}, False),
-    ({8: "，。\n", 16: "，。", 24: "，。", 32: "。"}, False),
-])
+@pytest.mark.parametrize(
+    ("marks", "right"),
+    [
+        (generate.EX2_MARKS, True),
+        ({8: "，", 16: "。", 24: "，", 32: "。"}, True),
+        ({}, False),
+        ({8: "，。", 16: "，。", 24: "，。"}, False),
+        ({8: "，。", 16: "，。", 24: "，。", 32: "，。"}, False),
+        ({7: "，。", 16: "，。", 24: "，。", 32: "。"}, False),
+        ({8: "，。", 12: "，。", 16: "，。", 24: "，。", 32: "。"}, False),
+        ({6: "，。", 12: "，。", 18: "，。", 24: "。"}, False),
+        ({8: "，。\n", 16: "，。", 24: "，。", 32: "。"}, False),
+    ],
+)
 def test_exercise_2_tells_right_from_wrong(poet, capsys, monkeypatch, marks, right):
     """Exercise 2 called wrong marks right: it was measured with the learner's own."""
     monkeypatch.setattr(generate, "EX2_MARKS", marks)
@@ -577,13 +601,16 @@ def test_exercise_2_wants_the_length(poet, monkeypatch, length):
     assert not generate.check_exercise(2, poet, VOCAB)
 
 
-@pytest.mark.parametrize(("block_size", "chars", "said"), [
-    (512, (100, 200, 300, 400, 500), "right"),
-    (500, (500,), "right"),
-    (128, (100, 500), "wrong: a block_size of 128 does not hold 500 characters"),
-    (499, (500,), "wrong: a block_size of 499 does not hold 500 characters"),
-    (512, (20, 100), "wrong: the lesson asks for 500 characters, here are 100"),
-])
+@pytest.mark.parametrize(
+    ("block_size", "chars", "said"),
+    [
+        (512, (100, 200, 300, 400, 500), "right"),
+        (500, (500,), "right"),
+        (128, (100, 500), "wrong: a block_size of 128 does not hold 500 characters"),
+        (499, (500,), "wrong: a block_size of 499 does not hold 500 characters"),
+        (512, (20, 100), "wrong: the lesson asks for 500 characters, here are 100"),
+    ],
+)
 def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size, chars, said):
     """Exercise 3 called a window that does not hold the 500 characters right, or one that does wrong."""
     monkeypatch.setattr(generate, "EX3_BLOCK_SIZE", block_size)
@@ -602,8 +629,7 @@ def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size
 def test_exercise_3_compares(poet, capsys, monkeypatch):
     """C6: exercise 3 called a cache that changes the characters right."""
     monkeypatch.setattr(generate, "medians", lambda model, start, n, runs: (2, 1))
-    append = gpt.KVCache.append
-    monkeypatch.setattr(gpt.KVCache, "append", lambda self, kv, start: append(self, kv * (1e5 if start > 300 else 1), start))
+    break_the_cache(monkeypatch, position=300, factor=1e5)
     assert not generate.check_exercise(3, poet, VOCAB)
     number = re.search(r"wrong: with and without the cache character (\d+) differs", printed(capsys)[-1])[1]
     assert int(number) > 301
@@ -613,35 +639,41 @@ def test_exercise_3_compares(poet, capsys, monkeypatch):
 # Prompts
 
 
-@pytest.mark.parametrize(("text", "cleaned", "notice"), [
-    ("春风", "春风", ""),
-    ("春,风.", "春，风。", ", → ，  . → 。"),
-    ("春、风；云：水!", "春，风，云，水。", "、 → ，  ； → ，  ： → ，  ! → 。"),
-    ("春?风！云:水;花？", "春。风。云，水，花。", "? → 。  ！ → 。  : → ，  ; → ，  ？ → 。"),
-    ("春…风．云｡水﹐花､", "春。风。云。水，花，", "… → 。  ． → 。  ｡ → 。  ﹐ → ，  ､ → ，"),
-    (" 春 风\t云\u3000", "春风云", "space → nothing  space → nothing"),
-    ("春,,春,", "春，，春，", ", → ，"),
-])
+@pytest.mark.parametrize(
+    ("text", "cleaned", "notice"),
+    [
+        ("春风", "春风", ""),
+        ("春,风.", "春，风。", ", → ，  . → 。"),
+        ("春、风；云：水!", "春，风，云，水。", "、 → ，  ； → ，  ： → ，  ! → 。"),
+        ("春?风！云:水;花？", "春。风。云，水，花。", "? → 。  ！ → 。  : → ，  ; → ，  ？ → 。"),
+        ("春…风．云｡水﹐花､", "春。风。云。水，花，", "… → 。  ． → 。  ｡ → 。  ﹐ → ，  ､ → ，"),
+        (" 春 风\t云\u3000", "春风云", "space → nothing  space → nothing"),
+        ("春,,春,", "春，，春，", ", → ，"),
+    ],
+)
 def test_marks_and_spaces(text, cleaned, notice, capsys):
     """X1: a half-width comma was a KeyError; marks and spaces are mapped, each kind is said once, on stderr."""
-    assert generate.clean(text, VOCAB, "--prompt") == cleaned
+    assert generate.clean(text, VOCAB, "--prompt", 16) == cleaned
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (f"--prompt: {notice}\n" if notice else "")
 
 
-@pytest.mark.parametrize(("text", "named"), [
-    ("春A风A", ["A U+0041"]),
-    ("😀春😀龘a", ["😀 U+1F600", "龘 U+9F98", "a U+0061"]),
-    ("～（春）", ["～ U+FF5E", "（ U+FF08", "） U+FF09"]),
-    ("春\x1b[0m", ["U+001B", "[ U+005B", "0 U+0030", "m U+006D"]),
-    ("\ufeff春\u200b", ["U+FEFF", "U+200B"]),
-    ("春,龘", ["龘 U+9F98"]),
-])
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("春A风A", ["A U+0041"]),
+        ("😀春😀龘a", ["😀 U+1F600", "龘 U+9F98", "a U+0061"]),
+        ("～（春）", ["～ U+FF5E", "（ U+FF08", "） U+FF09"]),
+        ("春\x1b[0m", ["U+001B", "[ U+005B", "0 U+0030", "m U+006D"]),
+        ("\ufeff春\u200b", ["U+FEFF", "U+200B"]),
+        ("春,龘", ["龘 U+9F98"]),
+    ],
+)
 def test_unknown_characters_are_all_listed(text, named):
     """X1, X2: an unknown character crashed, or only the first was named; all are, once, with code points, status 2."""
     with pytest.raises(Stop) as stop:
-        generate.clean(text, VOCAB, "--acrostic")
+        generate.clean(text, VOCAB, "--acrostic", 16)
     message = f"--acrostic: not in the vocabulary of {len(VOCAB)} characters: "
     assert (str(stop.value), stop.value.status) == (message + "  ".join(named), 2)
 
@@ -649,7 +681,7 @@ def test_unknown_characters_are_all_listed(text, named):
 @pytest.mark.parametrize("text", ["", " ", "\n", "\u3000", " \t\n\u3000\u2028"])
 def test_empty_prompts(text, poet, capsys):
     """X3: an empty prompt crashed; it starts a poem as none does."""
-    assert generate.clean(text, VOCAB, "--prompt") == ""
+    assert generate.clean(text, VOCAB, "--prompt", 16) == ""
     flags = ["--form", "五绝", "--seed", 1]
     assert poems(poet, capsys, *flags, "--prompt", text) == poems(poet, capsys, *flags)
 
@@ -665,18 +697,18 @@ def test_heads_that_are_none(heads, poet):
 def test_traditional_characters(capsys):
     """X2: traditional characters were unknown; they are converted, but not those the vocabulary has."""
     pytest.importorskip("opencc")
-    assert generate.clean("風雲乾", VOCAB, "--prompt") == "风云乾"
+    assert generate.clean("風雲乾", VOCAB, "--prompt", 16) == "风云乾"
     assert capsys.readouterr().err == "--prompt: 風 → 风  雲 → 云\n"
     with pytest.raises(Stop, match="characters: 龍 U\\+9F8D$"):  # 龙, which is not in the vocabulary either
-        generate.clean("風龍", VOCAB, "--prompt")
+        generate.clean("風龍", VOCAB, "--prompt", 16)
 
 
 def test_no_opencc(capsys, monkeypatch):
     """D7-D8: without opencc nothing ran; simplified text needs none, traditional is refused, never taken as it is."""
     monkeypatch.setitem(sys.modules, "opencc", None)
-    assert generate.clean("春风, 云", VOCAB, "--prompt") == "春风，云"
-    with pytest.raises(Stop, match="characters: 風 U\\+98A8  雲 U\\+96F2") as stop:
-        generate.clean("春風,雲", VOCAB, "--prompt")
+    assert generate.clean("春风, 云", VOCAB, "--prompt", 16) == "春风，云"
+    with pytest.raises(Stop, match="characters: 風 U\\+98A8  雲 U\\+96F2 .*when opencc is installed") as stop:
+        generate.clean("春風,雲", VOCAB, "--prompt", 16)
     assert stop.value.status == 2
 
 
