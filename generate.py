@@ -10,6 +10,7 @@ torch is imported where it is used, for it takes a second, and --help need not w
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import time
@@ -134,9 +135,11 @@ def next_probabilities(model, vocab, text):
     """The probabilities (V,) of the character after text, as the model gives them; after "" they begin a poem."""
     import torch
 
+    from gpt import probabilities
+
     with torch.inference_mode():
         ids = vocab.encode(text or "\n")[:, -model.config.block_size :].to(model.wte.weight.device)
-        return model(ids)[0][0, -1].softmax(dim=-1).cpu()
+        return probabilities(model(ids)[0][:, -1])[0].cpu()
 
 
 def visible(char):
@@ -335,7 +338,10 @@ def exercise_top_p(model, vocab):
         knobs |= {"temperature": HOT}
         ids = model.generate(start, MAX_CHARS, stop=vocab.ids["\n"], generator=seeded(), **knobs)
         steps = list(replay(model, ids, 1, **knobs))
-        kept = [n for *_, by_p in steps for n in (by_p > 0).sum(dim=1).tolist()]
+        kept = []
+        for t, (*_, by_p) in enumerate(steps, 1):
+            running = (ids[:, 1:t] != vocab.ids["\n"]).all(dim=1)
+            kept += (by_p[running] > 0).sum(dim=1).tolist()
         print(f"  {name}：每一步留下的字：最少 {min(kept)}，中位数 {statistics.median(kept):g}，最多 {max(kept)}")
         show(write(model, vocab, n=EX1_POEMS, generator=seeded(), **knobs))
     small = [torch.tensor(probs) for probs in ([0.09, 0.5, 0.41], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0])]
@@ -384,7 +390,7 @@ def exercise_cache(model, vocab):
     different = compare(model, start, max(EX3_CHARS))
     if different:
         return f"with and without the cache character {different} differs"
-    if max(EX3_CHARS) >= EX3_BLOCK_SIZE:
+    if max(EX3_CHARS) > EX3_BLOCK_SIZE:
         return f"a block_size of {EX3_BLOCK_SIZE} does not hold {max(EX3_CHARS)} characters: the window slid"
     return None if max(EX3_CHARS) >= 500 else f"the lesson asks for 500 characters, here are {max(EX3_CHARS)}"
 
@@ -415,7 +421,7 @@ def clean(text, vocab, name, block_size):
 
     text, changes = text.strip(), {}
     for char in dict.fromkeys(text):
-        if char not in vocab.ids:
+        if char not in vocab.ids or char.isspace():
             new = MARKS.get(char, "" if char.isspace() else simplified(char))
             if new != char and all(c in vocab.ids for c in new):
                 changes[char] = new
@@ -634,10 +640,11 @@ def main(args):
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        if stream:  # None where it was closed before we began
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_args([recovered(text) for text in sys.argv[1:]])
-    try:
-        from gpt import run
-    except KeyboardInterrupt:
-        sys.exit(130)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing torch swallows a KeyboardInterrupt
+    from gpt import run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(lambda: main(arguments)))

