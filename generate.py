@@ -615,8 +615,8 @@ def main(args):
     model, vocab, info = load_checkpoint(path, pick_device(args.device))
     if "\n" not in vocab.ids or not {"，", "。"} <= set(vocab.ids):
         raise Stop(f"{path} was not trained on poems: its vocabulary lacks the line break, ， or 。")
-    loss = info.get("val_loss")
-    which = f"model: {path}, validation loss {loss:.3f}" if isinstance(loss, float) else f"model: {path}"
+    loss, shown = info.get("val_loss"), path.relative_to(HERE) if path.is_relative_to(HERE) else path
+    which = f"model: {shown}, validation loss {loss:.3f}" if isinstance(loss, float) else f"model: {shown}"
     # After the demos it stands on stdout, so that `| head -1` gives the lesson's first line and nothing else.
     if args.mode != "demo":
         print(which, file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ from train import PARAMETERS, make_optimizers  # noqa: E402
 
 PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
 VOCAB_SIZE = 6289  # of random weights, where there is no checkpoint
-ROUNDS, LONG_ROUNDS, TRAIN_ROUNDS = 7, 3, 12
+ROUNDS, LONG_ROUNDS, TRAIN_ROUNDS = 5, 3, 8
 LENGTHS = (32, 64, 120)  # characters of a single text
 BATCHES, BATCH_LENGTH = (1, 3, 16, 64), 64
 LONG_BLOCK, LONG, SHORT = 512, 500, 100
