@@ -9,6 +9,7 @@ torch is imported where it is used, for it takes a second, and --help need not w
 """
 
 import argparse
+import math
 import os
 import signal
 import statistics
@@ -75,15 +76,11 @@ def follow(template, vocab, start, device="cpu"):
     """The constraint, for model.generate, that the ids after the first `start` follow the template."""
     import torch
 
-    free = torch.tensor([char.isalpha() for char in vocab.chars])  # (V,): all but the lesson's BANNED
-    masks = torch.zeros(len(template), len(vocab), dtype=torch.bool)  # (positions, V)
-    for mask, chars in zip(masks, template, strict=True):
-        if chars is ANY:
-            mask.copy_(free)
-        else:
-            mask[vocab.encode(chars)[0]] = True
-    masks = masks.to(device)  # made once: a step only looks its row up
-    return lambda ids: masks[ids.size(1) - start]
+    masks = {ANY: torch.tensor([char.isalpha() for char in vocab.chars], device=device)}  # all but the lesson's BANNED
+    for chars in set(template) - {ANY}:
+        masks[chars] = torch.zeros(len(vocab), dtype=torch.bool, device=device)
+        masks[chars][vocab.encode(chars)[0].to(device)] = True
+    return lambda ids: masks[template[ids.size(1) - start]]  # (V,), made once: a step only looks it up
 
 
 def write(model, vocab, prompt="", n=1, *, template=None, max_chars=MAX_CHARS, generator=None, **knobs):
@@ -320,7 +317,7 @@ def check_top_p(keep, examples):
         mass = probs[kept].double().sum().item()
         shown = f"of {[round(x, 3) for x in probs.tolist()]}" if len(probs) < 9 else f"of {len(probs):,} characters"
         said = f"for p = {p} it keeps {int(kept.sum())} {shown}"
-        if not kept.any() or mass < p - 1e-6:
+        if mass < p - 1e-6:
             return f"{said}, {mass:.3f} of the mass: too few"
         if mass - probs[kept].min().item() > p + 1e-6:
             return f"{said}, {mass:.3f} of the mass: one less would do"
@@ -363,7 +360,7 @@ def exercise_form(model, vocab):
     shares = []
     for name, rule in (("不加约束", None), ("加约束", template)):
         poems = write(model, vocab, n=EX2_POEMS, temperature=1.0, template=rule, generator=seeded())
-        shares.append(sum(has_marks(poem.strip()) for poem in poems) / len(poems))
+        shares.append(sum(has_marks(poem.strip()) for poem in poems) / max(1, len(poems)))
         print(f"  {name}：{EX2_POEMS} 首里 {shares[-1]:.0%} 合格")
         show(poems[:3])
     return None if shares[1] == 1 else f"{1 - shares[1]:.0%} of the constrained poems break the rule of the lesson"
@@ -468,7 +465,7 @@ def poems(model, vocab, args):
     prompt = clean(args.prompt or "", vocab, "--prompt", window)
     template = form(*FORMS[args.form]) if args.form else None
     if args.acrostic is not None:
-        heads = clean(args.acrostic, vocab, "--acrostic", window)
+        heads = clean(args.acrostic, vocab, "--acrostic", math.inf)
         if not heads or not all(char.isalpha() for char in heads):
             raise Stop(f"--acrostic {heads!r}: give the characters that begin the lines, without marks", 2)
         n_char, n_lines = FORMS.get(args.form, (args.chars or 7, len(heads)))
@@ -624,7 +621,7 @@ def main(args):
         if args.mode == "demo":
             for number in args.demo or DEMOS:
                 DEMOS[number](model, vocab)
-                sys.stdout.flush()
+                print(end="", flush=True)
             print(which)
         elif args.mode == "exercise":
             right = [check_exercise(number, model, vocab) for number in args.exercise]
@@ -635,6 +632,8 @@ def main(args):
             poems(model, vocab, args)
     except (DecodingError, UnknownCharacters) as error:  # the latter from a demo's own text
         raise Stop(f"{path}: {error}", 1 if isinstance(error, DecodingError) else 2) from None
+    except ValueError as error:  # from a constant that was edited, or a corpus that is not UTF-8
+        raise Stop(str(error), 2) from None
     return 0
 
 
@@ -644,7 +643,10 @@ if __name__ == "__main__":
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_args([recovered(text) for text in sys.argv[1:]])
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing torch swallows a KeyboardInterrupt
-    from gpt import run
-
+    try:
+        from gpt import run
+    except ImportError as error:
+        print(f"generate.py: {error}; pip install -r requirements.txt brings what is missing", file=sys.stderr)
+        sys.exit(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(lambda: main(arguments)))
