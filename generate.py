@@ -220,6 +220,10 @@ def cache_bytes(config, n):
     return 2 * config.n_layer * config.n_embd * 4 * n
 
 
+def faster(without, cached):
+    return f"快了 {without / cached:.1f} 倍" if cached <= without else f"反而慢了 {cached / without:.1f} 倍"
+
+
 def demo_cache(model, vocab):
     config = model.config
     print("== 6. KV 缓存：结果一样吗？快了多少？")
@@ -229,8 +233,8 @@ def demo_cache(model, vocab):
     print(f"  同样的随机种子，写 {SAME_CHARS} 个字：用缓存和不用缓存的结果{verdict}")
     for n in TIMED_CHARS:
         without, cached = medians(model, start, n)
-        faster = f"快了 {without / cached:.1f} 倍" if cached < without else f"反而慢了 {cached / without:.1f} 倍"
-        print(f"  写 {n:>3} 个字：不用缓存 {1000 * without:6.0f} 毫秒，用缓存 {1000 * cached:5.0f} 毫秒，{faster}")
+        times = f"不用缓存 {1000 * without:6.0f} 毫秒，用缓存 {1000 * cached:5.0f} 毫秒"
+        print(f"  写 {n:>3} 个字：{times}，{faster(without, cached)}")
     n = config.block_size
     print(
         f"  这个模型每个词元的缓存：2 × {config.n_layer} 层 × {config.n_embd} 维 × 4 字节 = "
@@ -312,8 +316,12 @@ def my_top_p(probs, p):
 
 def check_top_p(keep, examples):
     """None, or what is wrong with keep(probs, p): it must keep the fewest, likeliest, that together reach p."""
+    import torch
+
     for probs, p in examples:
         kept = keep(probs.clone(), p)
+        if getattr(kept, "dtype", None) != torch.bool or kept.shape != probs.shape:
+            return f"for probabilities of shape {tuple(probs.shape)} it must return a bool tensor of that shape"
         mass = probs[kept].double().sum().item()
         shown = f"of {[round(x, 3) for x in probs.tolist()]}" if len(probs) < 9 else f"of {len(probs):,} characters"
         said = f"for p = {p} it keeps {int(kept.sum())} {shown}"
@@ -326,24 +334,48 @@ def check_top_p(keep, examples):
     return None
 
 
+def keep_top_k(probs, k):
+    """Which of the probabilities (V,) are the k largest, as a bool (V,)."""
+    import torch
+
+    return torch.zeros_like(probs, dtype=torch.bool).index_fill(0, probs.topk(min(k, len(probs))).indices, True)
+
+
+def write_keeping(model, vocab, keep, value):
+    """(poems, the number of candidates at each step): the lesson's own loop, with keep(probs, value) in it."""
+    import torch
+
+    from gpt import probabilities, sample
+
+    ids, counts, generator = vocab.encode("\n").to(model.wte.weight.device).expand(EX1_POEMS, -1), [], seeded()
+    for _ in range(min(MAX_CHARS, model.config.block_size - 1)):
+        running = (ids[:, 1:] != vocab.ids["\n"]).all(dim=1)  # (EX1_POEMS,): whose poem has not ended
+        probs = probabilities(model(ids)[0][:, -1], temperature=HOT)  # (EX1_POEMS, V)
+        kept = torch.stack([keep(row, value) for row in probs])
+        counts += kept[running].sum(dim=1).tolist()
+        ids = torch.cat([ids, sample(probs.log(), allowed=kept, generator=generator)[:, None]], dim=1)
+        if not (ids[:, 1:] != vocab.ids["\n"]).all(dim=1).any():
+            break
+    texts = [vocab.decode(row).partition("\n") for row in ids[:, 1:].tolist()]
+    return [text + end for text, end, _ in texts], counts
+
+
 def exercise_top_p(model, vocab):
     import torch
 
     print(f"== 练习 1. 温度 {HOT}：top-k={TOP_K} 和 top-p={EX1_TOP_P}")
-    start = vocab.encode("\n").to(model.wte.weight.device).expand(EX1_POEMS, -1)
-    for name, knobs in ((f"top-k={TOP_K}", {"top_k": TOP_K}), (f"top-p={EX1_TOP_P}", {"top_p": EX1_TOP_P})):
-        knobs |= {"temperature": HOT}
-        ids = model.generate(start, MAX_CHARS, stop=vocab.ids["\n"], generator=seeded(), **knobs)
-        steps = list(replay(model, ids, 1, **knobs))
-        kept = []
-        for t, (*_, by_p) in enumerate(steps, 1):
-            running = (ids[:, 1:t] != vocab.ids["\n"]).all(dim=1)
-            kept += (by_p[running] > 0).sum(dim=1).tolist()
-        print(f"  {name}：每一步留下的字：最少 {min(kept)}，中位数 {statistics.median(kept):g}，最多 {max(kept)}")
-        show(write(model, vocab, n=EX1_POEMS, generator=seeded(), **knobs))
-    small = [torch.tensor(probs) for probs in ([0.09, 0.5, 0.41], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0])]
-    real = [warm[0].cpu() for _, warm, *_ in steps[:8]]
-    return check_top_p(my_top_p, [(probs, p) for probs in small + real for p in (0.3, EX1_TOP_P, 1.0)])
+    with torch.no_grad():
+        small = [torch.tensor(probs) for probs in ([0.09, 0.5, 0.41], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0])]
+        real = [(next_probabilities(model, vocab, text).log() / HOT).softmax(dim=0) for text in ("", *NEXT_PROMPTS)]
+        wrong = check_top_p(my_top_p, [(probs, p) for probs in small + real for p in (0.3, EX1_TOP_P, 1.0)])
+        if wrong:
+            return wrong
+        for name, keep, value in (("top-k", keep_top_k, TOP_K), ("top-p", my_top_p, EX1_TOP_P)):
+            poems, kept = write_keeping(model, vocab, keep, value)
+            median = statistics.median(kept)
+            print(f"  {name}={value}：每一步留下的字：最少 {min(kept)}，中位数 {median:g}，最多 {max(kept)}")
+            show(poems)
+    return None
 
 
 def has_marks(poem, length=32, marks=((8, "，。"), (16, "，。"), (24, "，。"), (32, "。"))):
@@ -363,6 +395,8 @@ def exercise_form(model, vocab):
         shares.append(sum(has_marks(poem.strip()) for poem in poems) / max(1, len(poems)))
         print(f"  {name}：{EX2_POEMS} 首里 {shares[-1]:.0%} 合格")
         show(poems[:3])
+    if not set(EX2_MARKS) <= set(range(1, EX2_LENGTH + 1)):
+        return f"EX2_MARKS names places beyond the {EX2_LENGTH} characters"
     return None if shares[1] == 1 else f"{1 - shares[1]:.0%} of the constrained poems break the rule of the lesson"
 
 
@@ -381,7 +415,7 @@ def exercise_cache(model, vocab):
     rows = [(n, *medians(model, start, n, runs=1)) for n in EX3_CHARS]
     slowest = max(max(times) for _, *times in rows)
     for n, without, cached in rows:
-        print(f"  写 {n:>4} 个字，缓存 {cache_bytes(model.config, n) / 1024:,.0f} KB，快了 {without / cached:.1f} 倍")
+        print(f"  写 {n:>4} 个字，缓存 {cache_bytes(model.config, n) / 1024:,.0f} KB，{faster(without, cached)}")
         for name, seconds in (("不用缓存", without), ("用缓存", cached)):
             print(f"    {pad(name, 8)} {1000 * seconds:6.0f} 毫秒 {bar(seconds / slowest)}")
     different = compare(model, start, max(EX3_CHARS))
@@ -574,7 +608,7 @@ def parse_args(argv):
     group.add_argument("--trace", action="store_true", help="show what each character was chosen from (one poem)")
     group = parser.add_argument_group("the model")
     group.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="default: gpt.pt or pretrained.pt in checkpoints/"
+        "--checkpoint", type=file_name, metavar="FILE", help="default: gpt.pt or pretrained.pt in checkpoints/"
     )
     group.add_argument("--device", default="cpu", help="cpu (default), cuda, mps or auto")
     args = parser.parse_args(argv)
@@ -594,12 +628,19 @@ def parse_args(argv):
     return args
 
 
+def file_name(text):
+    """An argparse type: a path in the system's own bytes again, which `recovered` had made readable."""
+    return Path(os.fsdecode(text.encode("utf-8", "surrogateescape")))
+
+
 def recovered(text):
     """An argument as UTF-8 though the locale is not; Python keeps the bytes it could not read as surrogates."""
+    data = text
     try:
-        return os.fsencode(text).decode("utf-8") if any("\ud800" <= char <= "\udfff" for char in text) else text
-    except UnicodeDecodeError:
-        print(f"generate.py: argument {os.fsencode(text)!r} is not UTF-8", file=sys.stderr)
+        data = text.encode("utf-8", "surrogateescape")
+        return data.decode("utf-8")
+    except UnicodeError:
+        print(f"generate.py: argument {data!r} is not UTF-8", file=sys.stderr)
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ import hashlib
 import http.client
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -64,10 +65,12 @@ def from_archive(path):
 
 def from_folder(path):
     """Yield (name, bytes) of each of FILES in a folder, or in one of FOLDERS below it."""
-    for folder in [path, *(f for name in FOLDERS for f in sorted(path.rglob(name)))]:
-        if all((folder / name).is_file() for name in FILES):
+    for folder, _, names in os.walk(path):
+        # By its bytes, so that a Chinese name is known in a locale without Chinese too.
+        known = Path(folder) == path or os.fsencode(Path(folder).name) in [name.encode() for name in FOLDERS]
+        if known and set(FILES) <= set(names):
             for name in FILES:
-                yield name, (folder / name).read_bytes()
+                yield name, (Path(folder) / name).read_bytes()
             return
     raise Stop(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository", 2)
 

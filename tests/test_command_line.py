@@ -446,7 +446,7 @@ def finished(home, checkpoints, tmp_path_factory):
 
     def run(name):
         arguments, environment, options = runs[name]
-        command = [sys.executable, *options, home / "generate.py", *arguments]
+        command = [sys.executable, *options, home / "generate.py", *map(as_argument, arguments)]
         common = {"cwd": folder, "env": clean_environment(**environment), "stderr": subprocess.PIPE, "timeout": 300}
         if "file" in str(name):
             with open(folder.with_name(f"{name}.out"), "wb+") as file:
@@ -519,9 +519,14 @@ def test_real_processes_do_as_the_program_here(finished, program, checkpoints):
             assert finished[number][1] == "\n".join(out.splitlines())
 
 
+def as_argument(value):
+    """An argument as UTF-8 bytes, in a locale without Chinese too."""
+    return os.fsdecode(value.encode("utf-8", "surrogateescape")) if isinstance(value, str) else value
+
+
 def start(home, *arguments):
     return subprocess.Popen(
-        [sys.executable, home / "generate.py", *arguments],
+        [sys.executable, home / "generate.py", *map(as_argument, arguments)],
         env=clean_environment(PYTHONUTF8="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -585,7 +590,7 @@ def run(main):
 def test_without_a_stdout(home, arguments):
     """L4: a program started with its stdout closed ended in a traceback."""
     result = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, home / "generate.py", *arguments],
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, home / "generate.py", *map(as_argument, arguments)],
         env=clean_environment(PYTHONUTF8="1"),
         stderr=subprocess.PIPE,
         encoding="utf-8",

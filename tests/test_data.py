@@ -20,7 +20,9 @@ import pytest
 
 import data.prepare as prepare
 import train
-from gpt import Stop
+from gpt import Stop, run
+
+TANG = os.fsdecode("全唐诗".encode())  # as a file name, in a locale without Chinese too
 
 from_github = prepare.from_github
 
@@ -77,7 +79,7 @@ def folder(tmp_path):
     """A clone: the 58 files, and the other files of those names that stand beside them."""
     clone = tmp_path / "clone"
     for name, data in source_files().items():
-        for place, content in [("全唐诗", data), ("全唐诗/error", b"junk"), ("strains/json", b"junk")]:
+        for place, content in [(TANG, data), (f"{TANG}/error", b"junk"), ("strains/json", b"junk")]:
             (clone / place).mkdir(parents=True, exist_ok=True)
             (clone / place / name).write_bytes(content)
     return clone
@@ -165,12 +167,12 @@ def test_only_a_newline_ends_a_line(sign, tmp_path):
 
 def test_folder_itself(folder, target):
     """D2: only a clone's root is taken as --source, not the folder with the files."""
-    assert prepare.prepare(target, folder / "全唐诗") == CORPUS
+    assert prepare.prepare(target, folder / TANG) == CORPUS
 
 
 def test_folder_that_lacks_a_file(folder, target):
     """D1: a source with 57 of the 58 files makes a corpus."""
-    (folder / "全唐诗" / prepare.FILES[-1]).unlink()
+    (folder / TANG / prepare.FILES[-1]).unlink()
     with pytest.raises(Stop, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json") as stop:
         prepare.prepare(target, folder)
     assert stop.value.status == 2
@@ -269,7 +271,7 @@ def killed_build(call, target, folder, digest):
     """In a process of its own: a build that is killed as it comes to call, a function of os."""
     prepare.SHA256 = digest
     setattr(os, call, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-    prepare.prepare(target, folder)
+    run(lambda: prepare.prepare(target, folder))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork server and no SIGKILL")

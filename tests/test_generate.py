@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import statistics
 import subprocess
 import sys
 import unicodedata
@@ -541,33 +540,17 @@ def test_exercise_1_tells_right_from_wrong(poet, capsys, monkeypatch, name):
     assert verdict.startswith("  exercise 1: right" if name in RIGHT else "  exercise 1: wrong: for p = ")
 
 
-def test_exercise_1_counts_what_each_step_kept(poet, capsys, monkeypatch):
+def test_exercise_1_counts_what_each_step_kept(poet, monkeypatch):
     """The counts took in the padding of poems that had ended, or another step's candidates."""
-    made, run = [], poet.generate
-
-    def spy(*args, **knobs):
-        made.append((run(*args, **knobs), knobs))
-        return made[-1][0]
-
-    monkeypatch.setattr(poet, "generate", spy)
-    for seed in (1, 7):
-        monkeypatch.setattr(generate, "SEED", seed)
-        monkeypatch.setattr(generate.seeded, "__defaults__", (seed,))
-        generate.check_exercise(1, poet, VOCAB)
-    lines = [line for line in printed(capsys) if "每一步" in line]
-    for line, (ids, knobs) in zip(lines, made[::2], strict=True):
+    monkeypatch.setattr(generate, "MAX_CHARS", 15)
+    for keep, value in ((generate.keep_top_k, 20), (RIGHT["mine"], 0.9)):
+        made, counts = generate.write_keeping(poet, VOCAB, keep, value)
         kept = []
-        for row in ids:
-            seen, window = row[:1], 0
-            for drawn in row[1:]:
-                window = gpt.slide(window, len(seen), 16)
-                probs = (poet(seen[None, window:])[0][0, -1] / 1.5).softmax(dim=-1)
-                keep = RIGHT["mine"](probs, 0.9).sum().item() if "top_p" in knobs else 20
-                kept.append(keep)
-                seen = torch.cat([seen, drawn[None]])
-                if drawn == BREAK:
-                    break
-        assert line.endswith(f"最少 {min(kept)}，中位数 {statistics.median(kept):g}，最多 {max(kept)}")
+        for text in made:
+            ids = VOCAB.encode("\n" + text)
+            for t in range(1, ids.size(1)):
+                kept.append(keep((poet(ids[:, :t])[0][0, -1] / generate.HOT).softmax(dim=-1), value).sum().item())
+        assert sorted(kept) == sorted(counts)
 
 
 @pytest.mark.parametrize(
