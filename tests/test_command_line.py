@@ -437,11 +437,11 @@ if os.name == "posix":
 
 @pytest.fixture(scope="module")
 def finished(home, checkpoints, tmp_path_factory):
-    """name -> (status, stdout, stderr) of all RUNS, and of 12 of the 500 lists of arguments by their number."""
+    """name -> (status, stdout, stderr) of all RUNS, and of 30 of the 500 lists of arguments by their number."""
     folder = tmp_path_factory.mktemp("working")
     runs = dict(RUNS)
     lists = list(argument_lists(checkpoints))
-    for number in range(20, 500, 41):
+    for number in range(20, 500, 16):
         runs[number] = (lists[number], {}, [])
 
     def run(name):
@@ -510,7 +510,7 @@ def test_real_processes_do_as_the_program_here(finished, program, checkpoints):
     """X2, X4: some of the 500 lists of arguments ended otherwise in a process of its own."""
     lists = list(argument_lists(checkpoints))
     numbers = [name for name in finished if isinstance(name, int)]
-    assert len(numbers) == 12
+    assert len(numbers) == 30
     for number in numbers:
         status, out, err = program(*lists[number])
         assert finished[number][0] == status, (lists[number], finished[number])
