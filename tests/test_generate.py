@@ -540,6 +540,29 @@ def test_exercise_1_tells_right_from_wrong(poet, capsys, monkeypatch, name):
     assert verdict.startswith("  exercise 1: right" if name in RIGHT else "  exercise 1: wrong: for p = ")
 
 
+def test_exercise_1_writes_with_the_learners_own_function(poet, monkeypatch):
+    """The poems of exercise 1 came from the shipped top-p, whatever the learner had written."""
+    monkeypatch.setattr(generate, "MAX_CHARS", 12)
+    only = VOCAB.ids["春"]
+    made, _ = generate.write_keeping(poet, VOCAB, lambda probs, p: torch.arange(len(probs)) == only, 0.9)
+    assert made == ["春" * 12] * generate.EX1_POEMS
+
+
+@pytest.mark.parametrize("answer", [None, [0], torch.ones(3), torch.ones(1, 3, dtype=torch.bool)])
+def test_exercise_1_names_an_answer_of_another_kind(answer):
+    """A my_top_p that returned nothing, ids, floats or (1, V) ended in a traceback."""
+    said = generate.check_top_p(lambda probs, p: answer, [(torch.tensor([0.5, 0.3, 0.2]), 0.9)])
+    assert said == "for probabilities of shape (3,) it must return a bool tensor of that shape"
+
+
+def test_exercise_2_refuses_places_beyond_the_poem(poet, monkeypatch, capsys):
+    """A mark at place 33 of a poem of 32 characters was called right."""
+    monkeypatch.setattr(generate, "EX2_POEMS", 2)
+    monkeypatch.setattr(generate, "EX2_MARKS", generate.EX2_MARKS | {33: "。"})
+    assert not generate.check_exercise(2, poet, VOCAB)
+    assert "beyond the 32 characters" in capsys.readouterr().out
+
+
 def test_exercise_1_counts_what_each_step_kept(poet, monkeypatch):
     """The counts took in the padding of poems that had ended, or another step's candidates."""
     monkeypatch.setattr(generate, "MAX_CHARS", 15)
