@@ -90,19 +90,28 @@ def split(poems):
     return "\n".join(["", *train, ""]), [poem for poem in poems if is_validation(poem)]
 
 
-def training_batch(stream, starts, p, generator):
+def dealt(n, count, step, seed):
+    """The numbers (count,) a step gets of the deck 0 .. n-1, which is dealt out, shuffled and dealt out again."""
+    begin, end = count * step, count * (step + 1)
+    first, last = begin // n, end // n
+    generators = [torch.Generator().manual_seed(seed * 2**31 + deal) for deal in range(first, last + 1)]
+    deals = torch.cat([torch.randperm(n, generator=generator) for generator in generators])
+    return deals[begin - first * n : end - first * n]
+
+
+def training_batch(stream, starts, p, step, generator):
     """(x, y) of one step, each (batch_size, block_size): windows of the stream (N,), y one character later.
 
     A window that begins with a poem is read as in generation, after a lone line break; one from anywhere
-    teaches what to make of a text that begins in the middle, such as 春风.
+    teaches what to make of a text that begins in the middle, such as 春风. Both go through the whole text
+    before they come back to any of it.
     """
+    room = len(stream) - p.block_size  # a window begins before here
     whole = round(p.batch_size * p.poem_share)
-    begin = torch.cat(
-        [
-            starts[torch.randint(len(starts), (whole,), generator=generator)],
-            torch.randint(len(stream) - p.block_size, (p.batch_size - whole,), generator=generator),
-        ]
-    )  # (batch_size,)
+    pieces = dealt(math.ceil(room / p.block_size), p.batch_size - whole, step, p.seed)
+    shift = torch.randint(p.block_size, pieces.shape, generator=generator)
+    anywhere = (pieces * p.block_size + shift) % room
+    begin = torch.cat([starts[dealt(len(starts), whole, step, p.seed)], anywhere])  # (batch_size,)
     windows = stream[begin[:, None] + torch.arange(p.block_size + 1)]  # (batch_size, block_size + 1)
     return windows[:, :-1], windows[:, 1:]
 
@@ -258,7 +267,7 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
                 return False
             # The step alone decides what is random in it, dropout included: the generator returned is torch's own.
             chance = torch.manual_seed(p.seed * 2**31 + step)
-            x, y = training_batch(stream, starts, p, chance)
+            x, y = training_batch(stream, starts, p, step, chance)
             set_lr(optimizers, p, lr_factor(step, p))
             loss = model(x.to(device), y.to(device))[1]
             if not loss.isfinite():

@@ -225,11 +225,29 @@ def test_windows():
     starts = torch.nonzero(stream[: len(stream) - 16] == vocab.ids["\n"])[:, 0]
     for share, least, most in ((1.0, 32, 32), (0.5, 16, 28), (0.0, 0, 10)):
         p = parameters("--batch-size", 32, "--poem-share", share)
-        x, y = train.training_batch(stream, starts, p, torch.Generator().manual_seed(1))
+        x, y = train.training_batch(stream, starts, p, 3, torch.Generator().manual_seed(1))
         assert x.shape == y.shape == (32, 16)
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert least <= (x[:, 0] == vocab.ids["\n"]).sum() <= most
         assert all(vocab.decode([*row.tolist(), last]) in text for row, last in zip(x, y[:, -1].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 10, 25])
+def test_every_window_has_its_turn(count):
+    """T4: a part of the text comes again before another came once, or each time in the same order."""
+    steps = [train.dealt(10, count, step, seed=1) for step in range(40)]
+    assert all(len(numbers) == count for numbers in steps)
+    deals = torch.cat(steps)[: 40 * count // 10 * 10].view(-1, 10)
+    assert torch.equal(deals.sort(dim=1).values, torch.arange(10).expand(len(deals), 10))
+    assert len(deals.unique(dim=0)) == len(deals)
+
+
+def test_the_whole_text_is_read():
+    """T4: a window from anywhere cannot begin at some places, or begins too late to be whole."""
+    stream = torch.arange(50)
+    p = parameters("--batch-size", 4, "--poem-share", 0)  # block_size 16: windows begin at 0 .. 33
+    batches = [train.training_batch(stream, stream[:1], p, step, torch.manual_seed(step)) for step in range(200)]
+    assert torch.cat([x[:, 0] for x, _ in batches]).unique().tolist() == list(range(34))
 
 
 # ---------------------------------------------------------------------------------------------------
