@@ -434,6 +434,12 @@ def test_flags_are_the_parameters():
             assert type(getattr(p, name)) is type(value)
 
 
+def test_shipped_model_is_a_default_run():
+    """T2: the shipped model was trained with other values than python train.py takes."""
+    _, _, info = load_checkpoint(Path(train.__file__).parent / "checkpoints" / "pretrained.pt")
+    assert info["parameters"] == vars(train.parse_args([])[0])
+
+
 BAD = [
     (f"--{name.replace('_', '-')}", word)
     for name, (value, least, most, _) in train.PARAMETERS.items()
