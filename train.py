@@ -4,8 +4,8 @@
     python train.py --steps 500              # every name of PARAMETERS is a flag
     python train.py --resume                 # goes on where a run was interrupted, bit for bit on a CPU
 
-Whatever chance decides at a step (batch, dropout) is drawn from a generator seeded by that step. So nothing
-about it has to be saved to resume a run, and evaluating more or less often changes nothing.
+Whatever chance decides at a step (batch, dropout) follows from the seed and the number of the step alone. So
+nothing about it has to be saved to resume a run, and evaluating more or less often changes nothing.
 """
 
 import argparse
