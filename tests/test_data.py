@@ -464,7 +464,6 @@ def test_the_real_corpus(monkeypatch, capsys):
     text = "\n".join(poems)
     assert (len(set(text)), text.count("春风"), text.count("春风。")) == (6289, 797, 111)
     training, validation = train.split(poems)
-    training = training.strip("\n").split("\n")
     assert set(training).isdisjoint(validation)
     assert len(training) + len(validation) == len(poems)
     assert 0.04 < len(validation) / len(poems) < 0.06

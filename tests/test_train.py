@@ -179,8 +179,8 @@ def test_evaluations_change_nothing(tmp_path):
 def test_dropout_is_off_in_evaluation():
     """T3: dropout on in the evaluation, or still off after it."""
     p = parameters("--dropout", 0.5)
-    text, held_out = train.split(POEMS)
-    vocab = gpt.Vocabulary("".join(sorted(set(text))))
+    _, held_out = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(POEMS)})))
     torch.manual_seed(1)
     model = gpt.GPT(gpt.GPTConfig(len(vocab), p.block_size, p.n_layer, p.n_head, p.n_embd, p.dropout))
     for weight in model.parameters():  # large enough that half of it missing is seen
@@ -199,8 +199,7 @@ def test_dropout_is_off_in_evaluation():
 
 def test_validation_loss_is_the_mean_over_characters(monkeypatch):
     """T3: poems of several lengths, longer than block_size too, are averaged by poem or batch, or lose characters."""
-    text, _ = train.split(POEMS)
-    vocab = gpt.Vocabulary("".join(sorted(set(text))))
+    vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(POEMS)})))
     poems = [POEMS[0], POEMS[1] * 3, POEMS[2][:6], *POEMS[3:80]]
     torch.manual_seed(1)
     model = gpt.GPT(gpt.GPTConfig(len(vocab), 16, 1, 2, 16, 0.0)).eval()
@@ -219,35 +218,67 @@ def test_validation_loss_is_the_mean_over_characters(monkeypatch):
 
 def test_windows():
     """T4: a target is not the next character, no window begins with a poem, or none elsewhere."""
-    text, _ = train.split(POEMS)
-    vocab = gpt.Vocabulary("".join(sorted(set(text))))
-    stream = vocab.encode(text)[0]
+    poems, _ = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
+    stream = train.shuffled(poems, vocab, 1, 0)
+    text = vocab.decode(stream.tolist())
     starts = torch.nonzero(stream[: len(stream) - 16] == vocab.ids["\n"])[:, 0]
     for share, least, most in ((1.0, 32, 32), (0.5, 16, 28), (0.0, 0, 10)):
         p = parameters("--batch-size", 32, "--poem-share", share)
-        x, y = train.training_batch(stream, starts, p, 3, torch.Generator().manual_seed(1))
+        x, y = train.training_batch(stream, starts, p, 3, 6)
         assert x.shape == y.shape == (32, 16)
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert least <= (x[:, 0] == vocab.ids["\n"]).sum() <= most
         assert all(vocab.decode([*row.tolist(), last]) in text for row, last in zip(x, y[:, -1].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 7, 10, 25])
-def test_every_window_has_its_turn(count):
-    """T4: a part of the text comes again before another came once, or each time in the same order."""
-    steps = [train.dealt(10, count, step, seed=1) for step in range(40)]
-    assert all(len(numbers) == count for numbers in steps)
-    deals = torch.cat(steps)[: 40 * count // 10 * 10].view(-1, 10)
-    assert torch.equal(deals.sort(dim=1).values, torch.arange(10).expand(len(deals), 10))
-    assert len(deals.unique(dim=0)) == len(deals)
+@pytest.mark.parametrize("length", [17, 18, 63, 64, 65, 1000])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_pass_reads_the_whole_text(length, share):
+    """T4: a part of the text is left out of a pass or comes twice, or a window reaches past the end."""
+    p = parameters("--poem-share", share)  # 4 windows of 16 a step
+    steps = math.ceil(length / 64)
+    starts = torch.arange(0, length - 16, 5)
+    batches = [train.training_batch(torch.arange(length), starts, p, number, steps) for number in range(steps)]
+    begins = torch.cat([x[:, 0] for x, _ in batches])
+    assert all(torch.equal(y, x + 1) and y.max() < length for x, y in batches)
+    assert share == 0 or set(begins.view(steps, 4)[:, : round(4 * share)].flatten().tolist()) <= set(starts.tolist())
+    read = torch.cat([x.flatten() for x, _ in batches]).bincount(minlength=length)
+    if share == 0:
+        assert read[: length - 16].min() > 0  # what is left at the end is too short for a window
+    if length == 1000:
+        assert len(begins.unique()) >= len(begins) - 2 and read.max() <= 3
 
 
-def test_the_whole_text_is_read():
-    """T4: a window from anywhere cannot begin at some places, or begins too late to be whole."""
-    stream = torch.arange(50)
-    p = parameters("--batch-size", 4, "--poem-share", 0)  # block_size 16: windows begin at 0 .. 33
-    batches = [train.training_batch(stream, stream[:1], p, step, torch.manual_seed(step)) for step in range(200)]
-    assert torch.cat([x[:, 0] for x, _ in batches]).unique().tolist() == list(range(34))
+def test_each_pass_has_its_order():
+    """T4: the passes share an order, a poem is lost or doubled in one, or the order is another one on resume."""
+    poems, _ = train.split(POEMS)
+    vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
+    passes = [vocab.decode(train.shuffled(poems, vocab, seed, n).tolist()) for seed in (1, 2) for n in range(3)]
+    assert len(set(passes)) == 6
+    assert all(text[0] == text[-1] == "\n" and sorted(text[1:-1].split("\n")) == sorted(poems) for text in passes)
+    assert vocab.decode(train.shuffled(poems, vocab, 2, 2).tolist()) == passes[-1]
+
+
+def test_passes_follow_each_other(out, monkeypatch):
+    """T4: a step is left out of a pass or comes twice, or a pass reads the text of the one before."""
+    taken = []
+    batch = train.training_batch
+    monkeypatch.setattr(
+        train,
+        "training_batch",
+        lambda stream, starts, p, number, steps: (
+            taken.append((stream.tolist(), number, steps)) or batch(stream, starts, p, number, steps)
+        ),
+    )
+    p = parameters("--steps", 14, "--batch-size", 32)
+    assert not train.train(p, POEMS, out, stopping=stop_after(8))
+    assert train.train(p, POEMS, out, resume=True)
+    streams, numbers, steps = zip(*taken, strict=True)
+    assert set(steps) == {6}
+    assert numbers == (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1)
+    orders = [streams.index(stream) for stream in streams]
+    assert orders == [0] * 6 + [6] * 6 + [12] * 2
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -256,7 +287,7 @@ def test_the_whole_text_is_read():
 
 def test_interrupted_is_uninterrupted(tmp_path):
     """T4, K3: 10 steps against 5 + resume 5 differ by a bit: batches, dropout, optimizers, losses, log, best."""
-    p = parameters("--steps", 10, "--eval-interval", 4, "--dropout", 0.3, "--warmup", 3)
+    p = parameters("--steps", 10, "--eval-interval", 4, "--dropout", 0.3, "--warmup", 3, "--batch-size", 32)
     whole, parts = tmp_path / "whole" / "gpt.pt", tmp_path / "parts" / "gpt.pt"
     assert train.train(p, POEMS, whole)
     assert not train.train(p, POEMS, parts, stopping=stop_after(5))
@@ -378,12 +409,10 @@ def test_only_a_newline_splits(sign, corpus):
 
 
 def test_split():
-    """D3: a validation poem is in the training text, also when it is there twice or in another order."""
-    text, held_out = train.split([*POEMS, *reversed(POEMS)])
-    lines = text.split("\n")
-    assert lines[0] == lines[-1] == ""
-    assert set(lines[1:-1]).isdisjoint(held_out)
-    assert set(lines[1:-1]) | set(held_out) == set(POEMS)
+    """D3: a validation poem is among the training poems, also when it is there twice or in another order."""
+    training, held_out = train.split([*POEMS, *reversed(POEMS)])
+    assert set(training).isdisjoint(held_out)
+    assert set(training) | set(held_out) == set(POEMS)
     assert 2 <= len(set(held_out)) <= 12
 
 
