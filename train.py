@@ -114,7 +114,7 @@ def training_batch(stream, starts, p, number, steps):
     """
     begin = (number + steps * torch.arange(p.batch_size)) * p.block_size % (len(stream) - p.block_size)
     whole = round(p.batch_size * p.poem_share)
-    begin[:whole] = starts[torch.searchsorted(starts, begin[:whole]) % len(starts)]
+    begin[:whole] = starts[torch.searchsorted(starts, begin[:whole]) % len(starts)]  # after the last start, the first
     windows = stream[begin[:, None] + torch.arange(p.block_size + 1)]  # (batch_size, block_size + 1)
     return windows[:, :-1], windows[:, 1:]
 
