@@ -34,7 +34,7 @@ class GPTConfig:
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
-    dropout: float = 0.1  # in training only, on the embedding
+    dropout: float = 0.05  # in training only, on the embedding and on what each layer adds
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -109,10 +109,14 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
         self.mlp = MLP(config)
+        self.dropout = config.dropout
 
     def forward(self, x, cache=None, start=0):
-        x = x + self.attn(self.ln_1(x), cache, start)  # (B, T, C)
-        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+        x = x + self.drop(self.attn(self.ln_1(x), cache, start))  # (B, T, C)
+        return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
+
+    def drop(self, x):
+        return F.dropout(x, self.dropout) if self.training else x
 
 
 class GPT(nn.Module):

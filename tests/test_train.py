@@ -197,6 +197,18 @@ def test_dropout_is_off_in_evaluation():
     assert not torch.equal(model.hidden(x), model.hidden(x))
 
 
+def test_dropout_is_on_in_training():
+    """T3: the embedding, or what a layer adds, is never left out."""
+    torch.manual_seed(1)
+    model = gpt.GPT(gpt.GPTConfig(24, 16, 1, 2, 16, 0.5)).train()
+    x, ids = torch.randn(4, 16, 16), torch.zeros(4, 16, dtype=torch.long)
+    block = model.h[0]
+    assert not torch.equal(block(x), block(x))
+    block.dropout = 0.0
+    assert torch.equal(block(x), block(x))
+    assert not torch.equal(model.hidden(ids), model.hidden(ids))
+
+
 def test_validation_loss_is_the_mean_over_characters(monkeypatch):
     """T3: poems of several lengths, longer than block_size too, are averaged by poem or batch, or lose characters."""
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(POEMS)})))
