@@ -193,7 +193,8 @@ def train(p, poems, out, device="cpu", resume=False, stopping=lambda: False):
     text = "\n".join(["", *poems, ""])
     vocab = Vocabulary("".join(sorted(set(text).union(*held_out))))
     if len(text) <= p.block_size:
-        raise Stop(f"a training text of {len(text)} characters is too short for a block_size of {p.block_size}", 2)
+        short = f"a training text of {len(text)} characters is too short for a block_size of {p.block_size}"
+        raise Stop(f"{short}; give it more poems, or lower --block-size", 2)
     if not held_out:
         raise Stop(f"none of the {len(poems)} poems is a validation poem (one in 20 is, by its checksum); add some", 2)
     steps_a_pass = math.ceil(len(text) / (p.batch_size * p.block_size))
@@ -316,6 +317,9 @@ def load_resume(path, constants):
         was = saved["parameters"].get(name)
         if was != value and name not in MAY_CHANGE:
             raise Stop(f"--{flag(name)} is {value}, but the run in {path} was started with {was}", 2)
+    if saved["state"]["step"] > constants["parameters"]["steps"]:
+        steps = constants["parameters"]["steps"]
+        raise Stop(f"--steps is {steps}, but the run in {path} has done {saved['state']['step']:,}; give it more", 2)
     if saved["chars"] != constants["chars"]:
         raise Stop(
             f"the corpus has {len(constants['chars']):,} different characters, the run in {path} began with "
@@ -325,6 +329,18 @@ def load_resume(path, constants):
     if saved["corpus"] != constants["corpus"]:
         raise Stop(f"the corpus is another text than the run in {path} began with: it cannot go on with it", 2)
     return saved
+
+
+def refuse_to_lose(path):
+    """Raise Stop when the file at path holds a run that was interrupted: a new one would write over it."""
+    try:
+        saved = load_state(path)
+        done, steps = saved["state"]["step"], saved["parameters"]["steps"]
+    except (OSError, CheckpointError, KeyError, TypeError):  # no run to lose
+        return
+    if done < steps:
+        go_on = f"go on with --resume, or delete {path} to begin anew"
+        raise Stop(f"{path} holds a run interrupted after step {done:,} of {steps:,}; {go_on}", 2)
 
 
 def write_log(path, rows):
@@ -387,6 +403,8 @@ def main():
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
     if not args.out.name or args.out.is_dir():
         raise Stop(f"--out {args.out} is a folder; name a file", 2)
+    if not args.resume:
+        refuse_to_lose(args.out.with_suffix(".resume.pt"))
     poems = read_poems(args.corpus)
     print(f"training on {device} with {torch.get_num_threads()} threads, {len(poems):,} poems", flush=True)
     if not args.resume and args.out.exists():

@@ -298,6 +298,31 @@ def test_passes_follow_each_other(out, monkeypatch):
 # Going on
 
 
+def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys):
+    """T5: the same command without --resume, and the run that was interrupted is lost."""
+    arguments = [*TINY, "--steps", 6, "--corpus", corpus, "--out", out]
+    assert not train.train(parameters("--steps", 6), POEMS, out, stopping=stop_after(3))
+    held = out.with_suffix(".resume.pt")
+    before = held.read_bytes()
+    assert command(monkeypatch, *arguments) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in (str(held), "after step 3 of 6", "--resume", "delete"))
+    assert held.read_bytes() == before
+    assert command(monkeypatch, *arguments, "--resume") == 0
+    for content in (None, b"", b"no run"):  # a run that is done, or none, is in nobody's way
+        if content is not None:
+            held.write_bytes(content)
+        assert command(monkeypatch, *arguments) == 0
+
+
+def test_fewer_steps_than_done(out):
+    """T5: a run resumed with fewer steps than it has done ends as if all were well."""
+    train.train(parameters("--steps", 4), POEMS, out)
+    with pytest.raises(Stop, match="--steps is 2, but .* has done 4"):
+        train.train(parameters("--steps", 2), POEMS, out, resume=True)
+    assert train.train(parameters("--steps", 4), POEMS, out, resume=True)
+
+
 def test_interrupted_is_uninterrupted(tmp_path):
     """T4, K3: 10 steps against 5 + resume 5 differ by a bit: batches, dropout, optimizers, losses, log, best."""
     p = parameters("--steps", 10, "--eval-interval", 4, "--dropout", 0.3, "--warmup", 3, "--batch-size", 32)
