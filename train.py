@@ -40,7 +40,8 @@ from gpt import (
 )
 
 # name: (value, least, most, what it is). Each is also a flag: --batch-size 16
-# Losses in the comments are validation losses after 800 steps with a fifth of the poems, except where they say more.
+# Losses in the comments are validation losses after 800 steps with a fifth of the poems, except where they say more;
+# they compare within a comment only, for other values were other ones then.
 PARAMETERS = {
     "steps": (3700, 0, 10**9, "steps of the optimizers"),  # what two cores do in half an hour: the text ten times
     "batch_size": (32, 1, 10**6, "windows of block_size characters a step"),  # 16: no gain for the same characters
@@ -317,9 +318,9 @@ def load_resume(path, constants):
         was = saved["parameters"].get(name)
         if was != value and name not in MAY_CHANGE:
             raise Stop(f"--{flag(name)} is {value}, but the run in {path} was started with {was}", 2)
-    if saved["state"]["step"] > constants["parameters"]["steps"]:
-        steps = constants["parameters"]["steps"]
-        raise Stop(f"--steps is {steps}, but the run in {path} has done {saved['state']['step']:,}; give it more", 2)
+    done, steps = saved["state"]["step"], constants["parameters"]["steps"]
+    if done > steps:
+        raise Stop(f"--steps is {steps:,}, but the run in {path} has done {done:,}; give it more", 2)
     if saved["chars"] != constants["chars"]:
         raise Stop(
             f"the corpus has {len(constants['chars']):,} different characters, the run in {path} began with "
