@@ -1,18 +1,16 @@
 """A character-level GPT opened up: the model, its KV cache, and how the next character is chosen.
 
-Read it top to bottom beside the lesson "Generating text and the KV cache". Shapes stand at the end of
-the lines that make them: B rows, T positions, C = n_embd, H heads of C/H dimensions, V = vocab_size.
+Read it top to bottom beside the lesson "Generating text and the KV cache". A comment that begins
+with `lesson:` marks where the code of one of its sections stands. Shapes stand at the end of lines:
+B rows, T positions, C = n_embd, H heads of C/H dimensions, V = vocab_size.
 
 The network is GPT-2 (Radford et al. 2019) without biases: learned positions, LayerNorm before each
-part, tanh GELU, the head tied to the embedding. Its parameter names and layout are GPT-2's, except
-that the matrices are `nn.Linear`'s (out, in), where GPT-2 stores (in, out).
+part, tanh GELU, the head tied to the embedding. The weights have GPT-2's names and layout, except
+that a matrix is (out, in), as in nn.Linear, where GPT-2 stores (in, out).
 """
 
-import contextlib
-import io
 import math
 import os
-import pickle
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +19,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPTConfig:
-    """The sizes of a model. Raises ValueError for sizes that make no model."""
+    """The sizes of a model; the defaults are the lesson's. Raises ValueError if they do not fit."""
 
     vocab_size: int
     block_size: int = 128  # the longest text the model sees at once, in characters
@@ -38,214 +36,201 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} does not divide into n_head {self.n_head} heads")
+            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads (n_head)")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout!r}; it must be at least 0 and below 1")
+            raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
 
 class KVCache:
-    """The keys and values of one layer in one run: room for `length` positions, allocated once.
+    """The keys and values of one layer in one run, allocated once for `length` positions.
 
-    It keeps no count of its own: `start`, which every call carries, is the one truth about position.
+    The caller owns it and counts the positions, in `start`.
     """
 
-    def __init__(self, config, batch_size, length, device=None, dtype=None):
-        shape = (2, batch_size, config.n_head, length, config.n_embd // config.n_head)
-        self.kv = torch.empty(shape, device=device, dtype=dtype)
+    def __init__(self, config, batch_size, length, device=None):
+        shape = (batch_size, config.n_head, length, config.n_embd // config.n_head)
+        self.k = torch.empty(shape, device=device)  # (B, H, length, C/H)
+        self.v = torch.empty(shape, device=device)
 
-    def append(self, kv, start):
-        """Store kv (2, B, H, T, C/H) from position start on; return all up to its end, (2, B, H, start+T, C/H)."""
-        end = start + kv.size(3)
-        if end > self.kv.size(3):
-            raise ValueError(f"the cache has room for {self.kv.size(3)} positions, not for {end}")
-        self.kv[:, :, :, start:end] = kv
-        return self.kv[:, :, :, :end]
+    def append(self, k, v, start):
+        """Store k and v (B, H, T, C/H) from position start on; return all up to their end."""
+        total = start + k.size(2)
+        if total > self.k.size(2):
+            raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
+        self.k[:, :, start:total] = k
+        self.v[:, :, start:total] = v
+        return self.k[:, :, :total], self.v[:, :, :total]  # (B, H, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
-    """(T, total) bool: query i, the i-th of the last T positions, sees key j when j <= i + (total - T)."""
+    """(T, total) bool: which of total keys each of the last T positions sees.
+
+    Query i stands at position i + (total - T) and sees the keys up to its own.
+    """
+    # lesson: the offset mask
     return torch.ones(T, total, dtype=torch.bool, device=device).tril(diagonal=total - T)
 
 
-class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x, cache=None, start=0):
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        q, kv = qkv[0], qkv[1:]  # (B, H, T, C/H) and (2, B, H, T, C/H)
-        if cache is not None:  # the KV cache: k and v of earlier positions are stored, not computed again
-            kv = cache.append(kv, start)  # (2, B, H, total, C/H)
-        k, v = kv.unbind()  # (B, H, total, C/H) each
-        total = k.size(2)
-        # One query sees every key, and a full square is what is_causal means; anything between needs the mask.
-        mask = None if T in (1, total) else causal_mask(T, total, x.device)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < T == total)  # (B, H, T, C/H)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+def attention(x, c_attn, c_proj, n_head, cache=None, start=0):
+    """x (B, T, C), the positions from start on, looks at itself and at what the cache holds."""
+    B, T, C = x.shape
+    qkv = (x @ c_attn).view(B, T, 3, n_head, C // n_head)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, C/H) each
+    if cache is not None:  # lesson: the KV cache; k and v of earlier positions are looked up
+        k, v = cache.append(k, v, start)  # (B, H, total, C/H) each
+    # A single query is the newest position and sees every key. No mask saves it a fifth of its time.
+    mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, C/H)
+    return y.transpose(1, 2).reshape(B, T, C) @ c_proj  # (B, T, C)
 
 
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, T, C)
+def mlp(x, c_fc, c_proj):
+    return F.gelu(x @ c_fc, approximate="tanh") @ c_proj  # (B, T, C)
 
 
 class Block(nn.Module):
+    """The weights of one layer, by GPT-2's names. `GPT.hidden` computes with them."""
+
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=False)
-        self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
-        self.mlp = MLP(config)
-        self.dropout = config.dropout
+        C = config.n_embd
+        self.ln_1 = nn.LayerNorm(C, bias=False)
+        self.attn = nn.ModuleDict({"c_attn": linear(C, 3 * C), "c_proj": linear(C, C)})
+        self.ln_2 = nn.LayerNorm(C, bias=False)
+        self.mlp = nn.ModuleDict({"c_fc": linear(C, 4 * C), "c_proj": linear(4 * C, C)})
 
-    def forward(self, x, cache=None, start=0):
-        x = x + self.drop(self.attn(self.ln_1(x), cache, start))  # (B, T, C)
-        return x + self.drop(self.mlp(self.ln_2(x)))  # (B, T, C)
+    def weights(self):
+        """ln_1 (C,), c_attn (C, 3C), c_proj (C, C), ln_2 (C,), c_fc (C, 4C), c_proj (4C, C)."""
+        attn, mlp = self.attn.values(), self.mlp.values()
+        return [part.weight.t() for part in (self.ln_1, *attn, self.ln_2, *mlp)]
 
-    def drop(self, x):
-        return F.dropout(x, self.dropout) if self.training else x
+
+def linear(n_in, n_out):
+    return nn.Linear(n_in, n_out, bias=False)
 
 
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: logits = x @ wte.T
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: x @ wte.T
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # GPT-2's start: 0.02, less where 2 * n_layer branches add up
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
+            if weight.ndim == 2:  # GPT-2's initialisation: what adds to the residual starts smaller
+                std = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
+                nn.init.normal_(weight, std=std)
 
-    def hidden(self, idx, caches=None, start=0):
-        """idx (B, T), the characters at positions start .. start+T -> what the head reads at each, (B, T, C).
+    def layers(self):
+        """The six weights of each layer. A run fetches them once: nn.Module's look-ups are slow."""
+        return [block.weights() for block in self.h]
 
-        caches: one KVCache a layer, filled up to start. Raises ValueError past block_size.
+    def hidden(self, idx, caches=None, start=0, layers=None):
+        """idx (B, T), the characters from position start on -> what the head reads, (B, T, C).
+
+        caches: a KVCache for each layer, filled up to start. layers: `self.layers()`, if at hand.
+        Raises ValueError past block_size.
         """
-        end = start + idx.size(1)
-        if end > self.config.block_size:
-            raise ValueError(f"position {end} is past block_size {self.config.block_size}: feed a shorter text")
-        x = self.wte(idx) + self.wpe.weight[start:end]  # (B, T, C)
-        if self.training:
-            x = F.dropout(x, self.config.dropout)
-        for i, block in enumerate(self.h):
-            x = block(x, caches[i] if caches else None, start)
-        return self.ln_f(x)
+        config, end = self.config, start + idx.size(1)
+        if end > config.block_size:
+            raise ValueError(f"position {end} is past block_size {config.block_size}; feed less")
+
+        def drop(x):
+            return F.dropout(x, config.dropout) if self.training else x
+
+        # lesson: positions from start
+        x = drop(F.embedding(idx, self.wte.weight) + self.wpe.weight[start:end])  # (B, T, C)
+        C, H = (config.n_embd,), config.n_head
+        for i, weights in enumerate(layers or self.layers()):
+            ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj = weights
+            cache = caches[i] if caches else None
+            y = torch.layer_norm(x, C, ln_1)
+            x = x + drop(attention(y, c_attn, attn_proj, H, cache, start))  # (B, T, C)
+            y = torch.layer_norm(x, C, ln_2)
+            x = x + drop(mlp(y, c_fc, mlp_proj))  # (B, T, C)
+        return torch.layer_norm(x, C, self.ln_f.weight)
 
     def forward(self, idx, targets=None, caches=None, start=0):
-        """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean cross-entropy in nats).
+        """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean loss in nats).
 
-        A target of -100 does not count. The loss goes chunk by chunk: all logits at once, 100 MB in a
-        batch of 4,096 characters, would fit no CPU's cache and double the time of a training step.
+        The loss is the cross-entropy; a target of -100 does not count. It is taken in chunks: the
+        logits of a whole batch, 100 MB, fit no CPU's cache and make a training step a fifth slower.
         """
         x = self.hidden(idx, caches, start)
         if targets is None:
             return F.linear(x, self.wte.weight), None
+        x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C) and (B * T,)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
-        return None, F.linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), options=options)
+        return None, F.linear_cross_entropy(x, self.wte.weight, targets, options=options)
 
-    @contextlib.contextmanager
-    def evaluating(self):
-        """Dropout off inside the with statement, and as it was after it."""
-        was_training = self.training
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train(was_training)
-
+    @torch.inference_mode()
     def generate(
         self,
         idx,
         max_new_tokens,
         *,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
         stop=None,
         constraint=None,
         use_cache=True,
         generator=None,
+        **knobs,
     ):
-        """Write up to max_new_tokens characters after each row of idx (B, T); return ids, prompt first.
+        """Write up to max_new_tokens characters after each row of idx (B, T); return all the ids.
 
-        temperature, top_k, top_p, generator: as in `sample`.
-        stop: an id; a row that has emitted it is padded with it, and when all rows have, the run ends.
-        constraint: a function of the ids so far (B, t) that returns which ids may come next, a bool mask
-            (V,) or (B, V); it is asked at every step, with True for at least one id a row.
-        use_cache: False computes every position again at every step; the ids are the same, only later.
+        knobs: temperature, top_k, top_p, as in `probabilities`. generator: as in `sample`.
+        stop: an id; a row that has written it is padded with it, and when all have, the run ends.
+        constraint: a function of the ids so far (B, t) -> which ids may come next, bool (V,) or
+            (B, V). Where it leaves every row a single id, that id is put in without the model.
+        use_cache: False computes every position again at every step: the same ids, only slower.
 
-        The model sees at most block_size characters. When that window is full its oldest half is dropped
-        and the rest is fed again, because learned positions cannot slide; of a longer prompt it sees the
-        last block_size characters. Raises ValueError for wrong arguments, DecodingError (which names the
-        step) for non-finite logits or a constraint that allows nothing.
+        The model sees at most block_size characters. When this window is full, its oldest half is
+        dropped and the rest is fed again, because learned positions cannot slide. Call it in eval
+        mode. Raises ValueError for wrong arguments, DecodingError, which names the step, for
+        non-finite logits or a constraint that allows nothing.
         """
-        check_sampling(temperature, top_k, top_p)
-        B, T = idx.shape
-        if T < 1:
-            raise ValueError("the prompt is empty; a poem starts after a line break")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-        end, block_size = T + max_new_tokens, self.config.block_size
-        ids = torch.cat([idx, idx.new_zeros(B, max_new_tokens)], dim=1)  # (B, T + max_new_tokens)
+        check_sampling(**knobs)
+        (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
+        if T < 1 or max_new_tokens < 0:
+            raise ValueError(f"{max_new_tokens} characters after a prompt of {T}: at least 0 after 1")
+        room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
+        caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
+        begin = max(0, T - block_size)  # where the window, the text that the model sees, begins
+        start = 0  # how much of that text the caches hold
+        noise = exponential_noise(generator, B, self.config.vocab_size, steps=32)
         stopped = torch.zeros(B, dtype=torch.bool, device=idx.device)
-        window = max(0, T - block_size)  # where the text the model sees begins
-        fed = window  # how far it has been fed
-        with torch.inference_mode(), self.evaluating():
-            caches = None
-            if use_cache:  # the last character is never fed, so it needs no room
-                length = min(block_size, end - 1 - window)
-                caches = [KVCache(self.config, B, length, idx.device, self.wte.weight.dtype) for _ in self.h]
-            for t in range(T, end):
-                if slide(window, t, block_size) != window or not use_cache:
-                    window = fed = slide(window, t, block_size)
-                # Prefill: the first step feeds the whole prompt. Decode: every later one just the newest character.
-                x = self.hidden(ids[:, fed:t], caches, start=fed - window)
+        for step in range(max_new_tokens):
+            if idx.size(1) - begin > block_size:
+                begin, start = begin + (block_size + 1) // 2, 0
+            text = idx[:, begin:]  # (B, up to block_size)
+            allowed = constraint(idx).expand(B, -1) if constraint else None  # (B, V)
+            if is_forced(allowed):
+                next_id = allowed.int().argmax(dim=-1)  # (B,)
+            else:
+                if use_cache:  # lesson: prefill the whole prompt, then decode only what is new
+                    x = self.hidden(text[:, start:], caches, start, layers)
+                    start = text.size(1)
+                else:  # lesson: repeated computation, the whole text again at every step
+                    x = self.hidden(text, layers=layers)
                 logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), at the last position only
-                fed = t
-                allowed = None if constraint is None else constraint(ids[:, :t])
-                if constraint is not None and getattr(allowed, "dtype", None) != torch.bool:
-                    raise TypeError(f"the constraint returned {type(allowed).__name__}, not a tensor of bool")
                 try:
-                    next_id = sample(
-                        logits,
-                        temperature=temperature,
-                        top_k=top_k,
-                        top_p=top_p,
-                        allowed=allowed,
-                        generator=generator,
-                    )  # (B,)
+                    probs = probabilities(logits, allowed=allowed, **knobs)  # (B, V)
                 except DecodingError as error:
-                    raise DecodingError(f"step {t - T + 1}: {error}") from None
-                if stop is not None:
-                    next_id = next_id.masked_fill(stopped, stop)
-                    stopped |= next_id == stop
-                ids[:, t] = next_id
-                if stop is not None and stopped.all():
-                    return ids[:, : t + 1]
-        return ids
+                    raise DecodingError(f"step {step + 1}: {error}") from None
+                next_id = draw(probs, next(noise))  # (B,)
+            if stop is not None:
+                next_id = next_id.masked_fill(stopped, stop)
+                stopped |= next_id == stop
+            idx = torch.cat([idx, next_id[:, None]], dim=1)  # (B, t + 1)
+            if stop is not None and stopped.all():
+                break
+        return idx
 
 
-def slide(window, t, block_size):
-    """Where the text the model sees begins when it has grown to t characters, given where it began before."""
-    return window if t - window <= block_size else window + (block_size + 1) // 2
-
-
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Choosing the next character
 
 
@@ -253,130 +238,115 @@ class DecodingError(RuntimeError):
     """There is no next character to choose."""
 
 
-def check_sampling(temperature, top_k, top_p):
-    """Raise ValueError unless temperature >= 0 and finite, top_k None or >= 1, top_p None or in (0, 1]."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; it must be a finite number of at least 0")
+def check_sampling(temperature=1.0, top_k=None, top_p=None):
+    """Raise ValueError unless temperature is in [0, 1000000], top_k >= 1 and top_p in (0, 1]."""
+    if not 0 <= temperature <= 1e6:
+        raise ValueError(f"temperature is {temperature}; it must be from 0 to 1000000")
     if top_k is not None and not top_k >= 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
 
 
-def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None):
-    """logits (B, V) -> the probabilities (B, V) a draw is made from, exactly 0 for what is ruled out.
+def is_forced(allowed):
+    """Whether allowed, bool (B, V) or None, leaves every row one id. The first row often tells."""
+    return allowed is not None and allowed[0].sum() == 1 and (allowed.sum(dim=-1) == 1).all()
 
-    Order: constraint, temperature, top-k, renormalise, top-p, renormalise. The logits are not written to.
-    temperature: the logits are divided by it; 0 leaves the likeliest id alone.
+
+def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None):
+    """logits (B, V) -> the probabilities (B, V) that a draw is made from; 0 for what is ruled out.
+
+    Applied in this order; the logits are not written to.
+    allowed: which ids may come at all, bool (V,) or (B, V).
+    temperature: the logits are divided by it; 0 leaves the likeliest id alone, as top_k=1 does.
     top_k: the k likeliest ids, exactly k even among ties; k >= V filters nothing.
     top_p: the fewest ids, likeliest first, whose probabilities reach p (Holtzman et al. 2020).
-    allowed: bool (V,) or (B, V). Raises ValueError as `check_sampling`, DecodingError as `generate`.
+    Raises ValueError as `check_sampling`, DecodingError for non-finite logits or nothing allowed.
     """
     check_sampling(temperature, top_k, top_p)
-    V = logits.size(-1)
-    if allowed is not None:
-        logits = torch.where(allowed, logits, float("-inf"))
+    if allowed is not None:  # lesson: constrained decoding
+        logits = logits.masked_fill(~allowed, float("-inf"))
     if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, _likeliest(logits, allowed)[:, None], 1.0)
-    if temperature != 1:
-        # The largest becomes 0 first, so that no temperature can overflow; float32 knows none outside this range.
-        temperature = min(max(temperature, torch.finfo(torch.float32).tiny), torch.finfo(torch.float32).max)
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < V:
-        values, ids = torch.topk(logits, top_k)
-        logits = torch.full_like(logits, float("-inf")).scatter_(-1, ids, values)
-    probs = torch.softmax(logits, dim=-1)  # (B, V)
+        top_k = 1
+    elif temperature != 1:  # lesson: temperature; less the maximum, or a small one would overflow
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
+    if top_k is not None:  # lesson: top-k; a threshold would keep all that tie with the k-th
+        values, ids = logits.topk(min(top_k, logits.size(-1)))
+        logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
+    probs = logits.softmax(dim=-1)  # (B, V)
     if top_p is not None and top_p < 1:
-        values, ids = torch.sort(probs, descending=True)
-        mass = values.cpu().cumsum(dim=-1, dtype=torch.float64)  # on the CPU, for Apple's GPUs have no float64
-        values[:, 1:].masked_fill_((mass[:, :-1] >= top_p).to(values.device), 0)  # those whose likelier ones reach p
-        probs = torch.zeros_like(probs).scatter_(-1, ids, values / values.sum(dim=-1, keepdim=True))
-    # One NaN or infinity among the logits, or -inf for all, makes the whole row of a softmax NaN.
-    if probs[:, 0].isnan().any():
-        raise _no_choice(allowed)
+        values, ids = probs.sort(descending=True)
+        values[values.cumsum(dim=-1) - values >= top_p] = 0  # the likelier ids already reach p
+        probs = torch.zeros_like(probs).scatter(-1, ids, values)
+        probs /= probs.sum(dim=-1, keepdim=True)
+    # One NaN or infinity among the logits, or -inf for all of them, makes the whole row NaN.
+    if any(map(math.isnan, probs[:, 0].tolist())):
+        if allowed is not None and not allowed.any(dim=-1).all():
+            raise DecodingError("the constraint allows no character at all")
+        raise DecodingError("non-finite logits (NaN or infinity): the model's weights are damaged")
     return probs
 
 
-def sample(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None, generator=None):
-    """Draw the next ids (B,) from logits (B, V); a pure function of its arguments and the generator's state.
+def sample(logits, generator=None, **knobs):
+    """Draw the next ids (B,) from logits (B, V). knobs and errors: as in `probabilities`.
 
-    The arguments are those of `probabilities`; generator: a torch.Generator on the CPU. Temperature 0
-    takes the largest logit and draws nothing.
+    generator: a torch.Generator on the CPU, so that a seed means the same on every device.
     """
-    if temperature == 0:
-        check_sampling(temperature, top_k, top_p)
-        if allowed is not None:
-            logits = torch.where(allowed, logits, float("-inf"))
-        return _likeliest(logits, allowed)
-    probs = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, allowed=allowed)
-    return race(probs, torch.rand(probs.size(0), sum(heats(probs.size(1))), generator=generator))
+    return draw(probabilities(logits, **knobs), next(exponential_noise(generator, *logits.shape)))
 
 
-def heats(V):
-    """(first, second): how many uniform numbers a row of `race` over V ids takes in either heat."""
-    W = math.isqrt(V)
-    return V // W + V % W, W
+def draw(probs, E):
+    """Draw one id a row from probs (B, V), exactly by its probability: the largest p / E wins.
 
-
-def race(probs, u):
-    """Draw ids (B,) from probs (B, V) by an exponential race; u (B, sum(heats(V))) is uniform noise in [0, 1).
-
-    The id with the largest p / E wins, E = -log u: an exact draw from p (the Gumbel-max trick, Gumbel 1954).
-    In two heats that takes 206 random numbers for 6,289 ids: first G groups of W neighbours, each with the
-    sum of its p, race against each other and the V % W ids left over; then the ids of the winning group.
-    Unlike a draw by cumulative sums it has no edges between ids that a rounding difference could cross.
+    E (B, G + W) is exponential noise: the Gumbel-max trick (Gumbel 1954). Two rounds, first a group
+    of W neighbouring ids, then one of its ids, take 2 * sqrt(V) random numbers instead of V. A draw
+    by cumulative sums has an edge between any two ids, which a rounding difference could cross.
     """
     B, V = probs.shape
-    first, W = heats(V)
-    G = V // W
-    E = u.clamp(min=2**-25).log_().neg_().to(probs.device)  # finite, so that no p = 0 is level with a p > 0
-    groups = probs[:, : G * W].view(B, G, W)
-    contestants = torch.cat([groups.sum(dim=-1), probs[:, G * W :]], dim=1)  # (B, G + V % W)
-    winner = (contestants / E[:, :first]).argmax(dim=-1)  # (B,)
-    group = winner.clamp(max=G - 1)
-    inside = groups.gather(1, group[:, None, None].expand(B, 1, W))[:, 0] / E[:, first:]  # (B, W)
-    return torch.where(winner < G, group * W + inside.argmax(dim=-1), G * W + winner - G)
+    G, W = group_sizes(V)
+    E = E.to(probs.device)
+    groups = F.pad(probs, (0, G * W - V)).view(B, G, W)
+    group = (groups.sum(dim=-1) / E[:, :G]).argmax(dim=-1)  # (B,)
+    members = groups[torch.arange(B), group]  # (B, W)
+    return group * W + (members / E[:, G:]).argmax(dim=-1)
 
 
-def _likeliest(logits, allowed):
-    largest, ids = logits.max(dim=-1)
-    if not largest.isfinite().all():
-        raise _no_choice(allowed)
-    return ids
+def group_sizes(V):
+    """(G, W): V ids make G groups of W, the last one padded; both are about sqrt(V)."""
+    W = math.isqrt(V - 1) + 1
+    return -(-V // W), W
 
 
-def _no_choice(allowed):
-    if allowed is not None and not allowed.any(dim=-1).all():
-        return DecodingError("the constraint allows no character at all")
-    return DecodingError("non-finite logits (NaN or infinity): the model's weights are damaged")
+def exponential_noise(generator, B, V, steps=1):
+    """Yield E = -log u (B, G + W) for one `draw` after another; `steps` of them at once."""
+    while True:
+        u = torch.rand(steps, B, sum(group_sizes(V)), generator=generator)
+        yield from -u.clamp_(min=2**-25).log_()  # u can be 0, and E must be finite
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Characters
 
 
-class UnknownCharacters(ValueError):
-    """A text has characters that the vocabulary lacks."""
-
-
 class Vocabulary:
-    """The characters a model knows; a character's id is its place in `chars`, a string without repeats."""
+    """The characters a model knows, a string; the id of a character is its place in it."""
 
     def __init__(self, chars):
         self.chars = chars
         self.ids = {char: i for i, char in enumerate(chars)}
         if len(self.ids) != len(chars):
-            raise ValueError(f"a vocabulary of {len(chars)} characters has only {len(self.ids)} different ones")
+            raise ValueError(f"of {len(chars)} characters only {len(self.ids)} are different")
 
     def __len__(self):
         return len(self.chars)
 
     def encode(self, text):
-        """text -> ids (1, T). Raises UnknownCharacters, which names every one of them."""
+        """text -> ids (1, T). Raises ValueError, which names every unknown character once."""
         unknown = [char for char in dict.fromkeys(text) if char not in self.ids]
         if unknown:
-            names = "  ".join(f"{char if char.isprintable() else ''} U+{ord(char):04X}".strip() for char in unknown)
-            raise UnknownCharacters(f"not in the vocabulary of {len(self):,} characters: {names}")
+            names = (f"{char if char.isprintable() else ''} U+{ord(char):04X}" for char in unknown)
+            names = "  ".join(name.strip() for name in names)
+            raise ValueError(f"not in the vocabulary of {len(self):,} characters: {names}")
         return torch.tensor([[self.ids[char] for char in text]], dtype=torch.long)
 
     def decode(self, ids):
@@ -384,95 +354,74 @@ class Vocabulary:
         return "".join(self.chars[i] for i in ids)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Files: what stands at its final name is whole
+# --------------------------------------------------------------------------------------------------
+# Saving and loading
 
 
 class CheckpointError(Exception):
-    """A file that is no checkpoint of ours, or one that does not fit."""
-
-
-def write_file(path, data):
-    """Put data (bytes) at path by way of a temporary file beside it: afterwards path holds the old or the new, whole.
-
-    Makes missing folders. Raises OSError, naming path; path is then as it was.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # there only when something went wrong
+    """A file that is no checkpoint of ours, or whose parts do not fit."""
 
 
 def save_state(path, state):
-    """Write a dict of tensors and plain values with torch.save, by `write_file`. Raises TypeError for other values."""
-    buffer = io.BytesIO()  # so that a full disk is an OSError, not an error inside torch's writer
-    torch.save(state, buffer)
-    try:  # numpy scalars and paths can be saved, but not loaded again
-        torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise TypeError(f"{path} is not written, it could not be read: {error}") from None
-    write_file(path, buffer.getvalue())
+    """torch.save by way of a temporary file: path always holds the old state or the new one, whole.
+
+    state: a dict of tensors and plain Python values. Raises OSError, which names path.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError inside torch's writer
+        raise OSError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def load_state(path):
-    """Read what `save_state` wrote, onto the CPU; no code in the file is run. Raises OSError, CheckpointError."""
-    data = Path(path).read_bytes()
-    try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is not its own, and its own text is long
-        raise CheckpointError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from None
+    """Read what `save_state` wrote, onto the CPU; no code in the file is run.
+
+    Raises OSError when the file cannot be read, CheckpointError when it is damaged or not ours.
+    """
+    with open(path, "rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch has many kinds for a file not its own, with long texts
+            kind = type(error).__name__
+            raise CheckpointError(f"{path} is damaged or not a checkpoint ({kind})") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
     return state
 
 
 def save_checkpoint(path, model, vocab, info):
-    """Write a trained model: weights, sizes, characters and info, a dict of plain values (step, val_loss, ...)."""
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_state(path, {"config": asdict(model.config), "chars": vocab.chars, "info": info, "weights": weights})
+    """Save a trained model: sizes, characters, weights, and info, a dict of plain values."""
+    parts = {"config": asdict(model.config), "chars": vocab.chars, "info": info}
+    save_state(path, parts | {"weights": model.state_dict()})
 
 
 def load_checkpoint(path, device="cpu"):
-    """Read what `save_checkpoint` wrote -> (model in eval mode on device, vocab, info).
-
-    Raises OSError when the file cannot be read, CheckpointError when it is not one, or its parts do not fit.
-    """
+    """-> (model in eval mode on device, vocab, info). Raises OSError, CheckpointError."""
     state = load_state(path)
     try:
         model = GPT(GPTConfig(**state["config"]))
-        vocab = Vocabulary(state["chars"])
-        info = dict(state["info"])
-        # torch.compile puts _orig_mod. in front of every name.
-        weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in state["weights"].items()}
+        model.load_state_dict(state["weights"])  # names every missing, unknown or misshapen tensor
+        vocab, info = Vocabulary(state["chars"]), dict(state["info"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint of this project: {error!r}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} is not a checkpoint of this project: {reason}") from None
     if len(vocab) != model.config.vocab_size:
-        raise CheckpointError(f"{path}: {len(vocab)} characters, but a vocab_size of {model.config.vocab_size}")
-    if len(weights) != len(state["weights"]):
-        raise CheckpointError(f"{path} holds some weights twice, with _orig_mod. in front of the name and without")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # it names every missing, unknown or misshapen tensor
-        raise CheckpointError(f"{path}: " + " ".join(str(error).split())) from None
+        size = model.config.vocab_size
+        raise CheckpointError(f"{path}: {len(vocab)} characters, but a vocab_size of {size}")
     return model.to(device).eval(), vocab, info
 
 
-# ---------------------------------------------------------------------------------------------------
-# What the scripts share
+# --------------------------------------------------------------------------------------------------
+# How a script ends
 
 
-class Stop(Exception):
-    """Ends a script with one clear line and an exit status: 1 a run-time failure, 2 wrong usage or input."""
+class UserError(Exception):
+    """Ends a script with one line: status 1 a failure while running, 2 wrong usage or input."""
 
     def __init__(self, message, status=1):
         super().__init__(message)
@@ -480,35 +429,37 @@ class Stop(Exception):
 
 
 def pick_device(name):
-    """The torch.device of a name; "auto" is an NVIDIA GPU, else an Apple one, else the CPU. Raises Stop."""
+    """The torch.device of a name; auto is an NVIDIA GPU, else an Apple one, else the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        has_mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each kind of device has its own way to be missing
-        raise Stop(f"--device {name}: not there ({str(error).splitlines()[0]}); cpu always is", 2) from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name}: not there ({reason}); cpu always is", 2) from None
     return torch.device(name)
 
 
 def run(main):
     """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):  # UTF-8 even where the terminal's code page or LC_ALL says otherwise
-        if hasattr(stream, "reconfigure"):  # None where it was closed before we began
+    for name in ("stdout", "stderr"):  # UTF-8 whatever the terminal; nowhere if it is closed
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        setattr(sys, name, stream)
     try:
         status = main() or 0
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader, such as `head -1`, has seen enough; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader, such as `head -1`, has enough; stay silent at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
-    except (Stop, CheckpointError, MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, DecodingError) and "memory" not in str(error):
-            raise  # no user's doing, but a fault of ours
-        what = getattr(error, "strerror", None) or (str(error) or "out of memory").splitlines()[0]
-        where = f": {error.filename}" if getattr(error, "filename", None) else ""
-        print(f"{Path(sys.argv[0]).name}: {what}{where}", file=sys.stderr)
+    except (UserError, CheckpointError, OSError, MemoryError, RuntimeError) as error:
+        ours = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
+        if ours and "memory" not in str(error):  # no user's doing: show where
+            raise
+        print(f"{Path(sys.argv[0]).name}: {str(error) or 'out of memory'}", file=sys.stderr)
         return getattr(error, "status", 1)
