@@ -9,9 +9,12 @@ part, tanh GELU, the head tied to the embedding. The weights have GPT-2's names 
 that a matrix is (out, in), as in nn.Linear, where GPT-2 stores (in, out).
 """
 
+import io
 import math
 import os
 import sys
+import time
+import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,7 +42,7 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads (n_head)")
+            raise ValueError(f"n_embd {self.n_embd} does not divide by n_head {self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
@@ -81,7 +84,7 @@ def attention(x, c_attn, c_proj, n_head, cache=None, start=0):
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, C/H) each
     if cache is not None:  # lesson: the KV cache; k and v of earlier positions are looked up
         k, v = cache.append(k, v, start)  # (B, H, total, C/H) each
-    # A single query is the newest position and sees every key. No mask saves it a fifth of its time.
+    # A single query is the newest position and sees every key; a mask would cost a fifth of a step.
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, C/H)
     return y.transpose(1, 2).reshape(B, T, C) @ c_proj  # (B, T, C)
@@ -195,7 +198,7 @@ class GPT(nn.Module):
         check_sampling(**knobs)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
         if T < 1 or max_new_tokens < 0:
-            raise ValueError(f"{max_new_tokens} characters after a prompt of {T}: at least 0 after 1")
+            raise ValueError(f"{max_new_tokens} characters after a prompt of {T}: least is 0 after 1")
         room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
         caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
         begin = max(0, T - block_size)  # where the window, the text that the model sees, begins
@@ -367,15 +370,32 @@ def save_state(path, state):
 
     state: a dict of tensors and plain Python values. Raises OSError, which names path.
     """
+    buffer = io.BytesIO()  # torch's own writer would make a full disk a RuntimeError
+    torch.save(state, buffer)
+    write_file(path, buffer.getvalue())
+
+
+def write_file(path, data):
+    """Write data (bytes) as `save_state` does."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is written over
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            torch.save(state, file)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError inside torch's writer
-        raise OSError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        for patience in (0.1, 0.2, 0.4, 0.8, 0):  # seconds, for a virus scanner that holds the file
+            try:
+                os.replace(temporary, path)
+                break
+            except PermissionError:
+                if not patience:
+                    raise
+                time.sleep(patience)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def load_state(path):
@@ -385,10 +405,13 @@ def load_state(path):
     """
     with open(path, "rb") as file:
         try:
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load believes a flipped bit
+            file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch has many kinds for a file not its own, with long texts
-            kind = type(error).__name__
-            raise CheckpointError(f"{path} is damaged or not a checkpoint ({kind})") from None
+            damaged = type(error).__name__
+    if damaged:
+        raise CheckpointError(f"{path} is damaged or not a checkpoint ({damaged}); get it anew")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
     return state
