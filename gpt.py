@@ -2,7 +2,7 @@
 
 Read it top to bottom beside the lesson "Generating text and the KV cache". A comment that begins
 with `lesson:` marks where the code of one of its sections stands. Shapes stand at the end of lines:
-B rows, T positions, C = n_embd, H heads of C/H dimensions, V = vocab_size.
+B rows, T positions, C = n_embd, H heads of C/H dimensions, G = n_kv_head, V = vocab_size.
 
 The network is GPT-2 (Radford et al. 2019) without biases: learned positions, LayerNorm before each
 part, tanh GELU, the head tied to the embedding. The weights have GPT-2's names and layout, except
@@ -35,14 +35,18 @@ class GPTConfig:
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
+    n_kv_head: int | None = None  # heads of k and v, shared evenly among n_head; None: n_head
     dropout: float = 0.05  # in training only, on the embedding and on what each layer adds
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} does not divide by n_head {self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
@@ -54,18 +58,18 @@ class KVCache:
     """
 
     def __init__(self, config, batch_size, length, device=None):
-        shape = (batch_size, config.n_head, length, config.n_embd // config.n_head)
-        self.k = torch.empty(shape, device=device)  # (B, H, length, C/H)
+        shape = (batch_size, config.n_kv_head, length, config.n_embd // config.n_head)
+        self.k = torch.empty(shape, device=device)  # (B, G, length, C/H)
         self.v = torch.empty(shape, device=device)
 
     def append(self, k, v, start):
-        """Store k and v (B, H, T, C/H) from position start on; return all up to their end."""
+        """Store k and v (B, G, T, C/H) from position start on; return all up to their end."""
         total = start + k.size(2)
         if total > self.k.size(2):
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        return self.k[:, :, :total], self.v[:, :, :total]  # (B, H, total, C/H) each
+        return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
@@ -77,16 +81,17 @@ def causal_mask(T, total, device=None):
     return torch.ones(T, total, dtype=torch.bool, device=device).tril(diagonal=total - T)
 
 
-def attention(x, c_attn, c_proj, n_head, cache=None, start=0):
+def attention(x, c_attn, c_proj, config, cache=None, start=0):
     """x (B, T, C), the positions from start on, looks at itself and at what the cache holds."""
-    B, T, C = x.shape
-    qkv = (x @ c_attn).view(B, T, 3, n_head, C // n_head)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, C/H) each
+    (B, T, C), H, G = x.shape, config.n_head, config.n_kv_head
+    qkv = (x @ c_attn).view(B, T, H + 2 * G, C // H).transpose(1, 2)
+    q, k, v = qkv.split_with_sizes([H, G, G], dim=1)  # (B, H, T, C/H), twice (B, G, T, C/H)
     if cache is not None:  # lesson: the KV cache; k and v of earlier positions are looked up
-        k, v = cache.append(k, v, start)  # (B, H, total, C/H) each
+        k, v = cache.append(k, v, start)  # (B, G, total, C/H) each
     # A single query is the newest position and sees every key; a mask would cost a fifth of a step.
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, C/H)
+    # lesson: grouped-query attention; G < H heads of k and v are shared among those of q
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G < H)  # (B, H, T, C/H)
     return y.transpose(1, 2).reshape(B, T, C) @ c_proj  # (B, T, C)
 
 
@@ -99,14 +104,14 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
+        C, kv = config.n_embd, config.n_embd // config.n_head * config.n_kv_head
         self.ln_1 = nn.LayerNorm(C, bias=False)
-        self.attn = nn.ModuleDict({"c_attn": linear(C, 3 * C), "c_proj": linear(C, C)})
+        self.attn = nn.ModuleDict({"c_attn": linear(C, C + 2 * kv), "c_proj": linear(C, C)})
         self.ln_2 = nn.LayerNorm(C, bias=False)
         self.mlp = nn.ModuleDict({"c_fc": linear(C, 4 * C), "c_proj": linear(4 * C, C)})
 
     def weights(self):
-        """ln_1 (C,), c_attn (C, 3C), c_proj (C, C), ln_2 (C,), c_fc (C, 4C), c_proj (4C, C)."""
+        """ln_1, c_attn (C, C + 2 * kv), c_proj (C, C), ln_2, c_fc (C, 4C), c_proj (4C, C)."""
         attn, mlp = self.attn.values(), self.mlp.values()
         return [part.weight.t() for part in (self.ln_1, *attn, self.ln_2, *mlp)]
 
@@ -147,12 +152,12 @@ class GPT(nn.Module):
 
         # lesson: positions from start
         x = drop(F.embedding(idx, self.wte.weight) + self.wpe.weight[start:end])  # (B, T, C)
-        C, H = (config.n_embd,), config.n_head
+        C = (config.n_embd,)
         for i, weights in enumerate(layers or self.layers()):
             ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj = weights
             cache = caches[i] if caches else None
             y = torch.layer_norm(x, C, ln_1)
-            x = x + drop(attention(y, c_attn, attn_proj, H, cache, start))  # (B, T, C)
+            x = x + drop(attention(y, c_attn, attn_proj, config, cache, start))  # (B, T, C)
             y = torch.layer_norm(x, C, ln_2)
             x = x + drop(mlp(y, c_fc, mlp_proj))  # (B, T, C)
         return torch.layer_norm(x, C, self.ln_f.weight)
@@ -198,7 +203,7 @@ class GPT(nn.Module):
         check_sampling(**knobs)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
         if T < 1 or max_new_tokens < 0:
-            raise ValueError(f"{max_new_tokens} characters after a prompt of {T}: least is 0 after 1")
+            raise ValueError(f"{max_new_tokens} characters after {T}; write at least 0 after 1")
         room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
         caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
         begin = max(0, T - block_size)  # where the window, the text that the model sees, begins
