@@ -67,9 +67,9 @@ class KVCache:
         total = start + k.size(2)
         if total > self.k.size(2):
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
-        self.k[:, :, start:total] = k
+        self.k[:, :, start:total] = k  # a single row is stored for all: a prefix they share
         self.v[:, :, start:total] = v
-        return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
+        return self.k[: len(k), :, :total], self.v[: len(k), :, :total]  # (B, G, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
@@ -185,6 +185,7 @@ class GPT(nn.Module):
         constraint=None,
         use_cache=True,
         generator=None,
+        watch=None,
         **knobs,
     ):
         """Write up to max_new_tokens characters after each row of idx (B, T); return all the ids.
@@ -193,6 +194,7 @@ class GPT(nn.Module):
         stop: an id; a row that has written it is padded with it, and when all have, the run ends.
         constraint: a function of the ids so far (B, t) -> which ids may come next, bool (V,) or
             (B, V). Where it leaves every row a single id, that id is put in without the model.
+        watch: a function that is called with (logits (B, V), allowed (B, V) or None) at every draw.
         use_cache: False computes every position again at every step: the same ids, only slower.
 
         The model sees at most block_size characters. When this window is full, its oldest half is
@@ -219,11 +221,16 @@ class GPT(nn.Module):
                 next_id = allowed.int().argmax(dim=-1)  # (B,)
             else:
                 if use_cache:  # lesson: prefill the whole prompt, then decode only what is new
+                    if start == 0 and (text == text[0]).all():  # a common prefix is computed once
+                        text = text[:1]
                     x = self.hidden(text[:, start:], caches, start, layers)
                     start = text.size(1)
                 else:  # lesson: repeated computation, the whole text again at every step
                     x = self.hidden(text, layers=layers)
-                logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), at the last position only
+                # The head reads the last position only.
+                logits = F.linear(x[:, -1], self.wte.weight).expand(B, -1)  # (B, V)
+                if watch:
+                    watch(logits, allowed)
                 try:
                     probs = probabilities(logits, allowed=allowed, **knobs)  # (B, V)
                 except DecodingError as error:
