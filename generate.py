@@ -1,28 +1,49 @@
-"""The lesson "Generating text and the KV cache", run: six demos, three exercises, and a poet to play with.
+"""The lesson "Generating text and the KV cache", run: six demos, a poet to play with, three exercises.
 
     python generate.py                          # the six demos
     python generate.py --demo 1 6               # some of them
     python generate.py --prompt 大漠孤烟直      # a poem; python generate.py --help shows all commands
 
 Every demo is a function, and its settings stand together here at the top: change one and run it again.
-torch is imported where it is used, for it takes a second, and --help need not wait for it.
 """
 
-import argparse
-import math
-import os
 import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads; main takes it back
+
+import argparse
+import dataclasses
+import itertools
+import os
 import statistics
 import sys
 import time
 import unicodedata
-from importlib.util import find_spec
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-CHECKPOINTS = (HERE / "checkpoints" / "gpt.pt", HERE / "checkpoints" / "pretrained.pt")  # the first that is there
-CORPUS = HERE / "data" / "tang.txt"
+import torch
+from data.poems import CORPUS, FORMS, normalise
+from data.prosody import PROSODY, read_prosody, scan
 
+from data.verse import Place, TemplateConstraint, choose_templates, may_stand, poem_template
+from gpt import (
+    GPT,
+    DecodingError,
+    UserError,
+    check_sampling,
+    draw,
+    exponential_noise,
+    load_checkpoint,
+    pick_device,
+    probabilities,
+    run,
+    sample,
+)
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # gpt.pt, if there is one, else pretrained.pt
+
+THREADS = 1  # a second one gains a fifth on an idle machine, and loses a factor of ten on a busy one
 SEED = 1  # of the demos: same seed, same poems
 MAX_CHARS = 100  # a poem that has not ended after so many is cut; the longest form has 64
 
@@ -39,124 +60,138 @@ OPENINGS = ("床前明月光，", "大漠孤烟直，", "人工智能好，")  #
 OPENING_TEMPERATURE = 0.8
 
 ACROSTICS = (("春眠不觉", 7), ("学无止境", 5))  # demo 5: the heads and the characters a line
+ACROSTIC_TEMPERATURE = 0.8
 
 SAME_CHARS = 120  # demo 6: characters written both ways to compare,
+LONG_CHARS = 300  # once more past the window,
 TIMED_CHARS = (32, 64, 120)  # and timed, at most block_size
 TIMED_RUNS = 5  # the median of so many
+
+TEMPERATURE = 0.8  # of the poet, unless --temperature says otherwise
+BATCH = 64  # poems written at once
+FIRST_LINES = 6  # candidates for the first line of a poem in a form
 
 EX1_TOP_P = 0.9  # exercise 1: beside TOP_K, both at temperature HOT
 EX1_POEMS = 3
 
-EX2_LENGTH, EX2_MARKS = 32, {8: "，。", 16: "，。", 24: "，。", 32: "。"}  # exercise 2: position -> marks allowed there
-EX2_POEMS = 200  # free ones and constrained ones
+EX2_POEMS = 100  # exercise 2: free ones and constrained ones
 
 EX3_BLOCK_SIZE = 512  # exercise 3
 EX3_CHARS = (100, 200, 300, 400, 500)
 
-FORMS = {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}  # characters a line, lines
-TEMPERATURE = 0.8  # of the poet, unless --temperature says otherwise
-BATCH = 64  # poems written at once
-
 # ---------------------------------------------------------------------------------------------------
-# Rules on the text: a template is a list with an entry for each character to come, either a string of
-# the characters allowed there or ANY, which allows all but marks and the line break.
-
-ANY = None
+# Writing poems
 
 
-def form(n_char, n_lines, heads=()):
-    """The template of n_lines lines of n_char characters, ，and 。 after them in turn; heads begin the lines."""
-    template = []
-    for i in range(n_lines):
-        template += [*heads[i : i + 1], *[ANY] * (n_char - len(heads[i : i + 1])), "，。"[i % 2]]
-    return template
+def write(model, vocab, prompt="", n=1, *, rule=None, length=MAX_CHARS, first_line=0, generator=None, **knobs):
+    """n poems that begin with prompt, a list of (text, whether it has ended).
 
-
-def follow(template, vocab, start, device="cpu"):
-    """The constraint, for model.generate, that the ids after the first `start` follow the template."""
-    import torch
-
-    masks = {ANY: torch.tensor([char.isalpha() for char in vocab.chars], device=device)}  # all but the lesson's BANNED
-    for chars in set(template) - {ANY}:
-        masks[chars] = torch.zeros(len(vocab), dtype=torch.bool, device=device)
-        masks[chars][vocab.encode(chars)[0].to(device)] = True
-    return lambda ids: masks[template[ids.size(1) - start]]  # (V,), made once: a step only looks it up
-
-
-def write(model, vocab, prompt="", n=1, *, template=None, max_chars=MAX_CHARS, generator=None, **knobs):
-    """n poems, a list of texts that begin with prompt, each ending in a line break unless it was cut after max_chars.
-
-    template: the whole poem's, of which prompt is the beginning; such a poem has just its length.
-    knobs: temperature, top_k, top_p, use_cache of model.generate.
+    rule: a constraint for poems of length characters, the prompt included. Without one a poem ends when
+    the model ends it, or is cut after length more characters. first_line: the characters of the first
+    line, to draw it as `first_lines` does; 0: as any other. knobs: temperature, top_k, top_p, use_cache.
     """
-    device = model.wte.weight.device
-    start = vocab.encode("\n" + prompt).to(device).expand(n, -1)  # (n, T): a poem begins after a line break
-    if template is None:
-        ids = model.generate(start, max_chars, stop=vocab.ids["\n"], generator=generator, **knobs)
+    start = begin(model, vocab, prompt, n)
+    if rule is None:
+        ids = model.generate(start, length, stop=vocab.ids["\n"], generator=generator, **knobs)
     else:
-        rest = template[len(prompt) :]
-        rule = follow(rest, vocab, start.size(1), device)
-        ids = model.generate(start, len(rest), constraint=rule, generator=generator, **knobs)
-    poems = []
-    for row in ids[:, 1:].tolist():
-        text = vocab.decode(row)
-        poem, end, _ = text[len(prompt) :].partition("\n")
-        poems.append(prompt + poem + (end or "\n" * (template is not None)))
-    return poems
+        if first_line > len(prompt):
+            start = first_lines(model, vocab, start, rule, first_line, generator, **knobs)
+        ids = model.generate(start, length + 1 - start.size(1), constraint=rule, generator=generator, **knobs)
+    parts = [vocab.decode(row).partition("\n") for row in ids[:, 1:].tolist()]
+    return [(text, bool(end) or rule is not None) for text, end, _ in parts]
 
 
-def acrostic(model, vocab, heads, n_char=7, temperature=TEMPERATURE, n=1, generator=None, **knobs):
+def begin(model, vocab, prompt, n=1):
+    """The ids (n, T) of prompt after the line break that every poem begins with."""
+    return vocab.encode("\n" + prompt).to(model.wte.weight.device).expand(n, -1)
+
+
+def first_lines(model, vocab, start, rule, end, generator=None, temperature=1.0, **knobs):
+    """Go on from start (n, T) to the end of a first line of `end` characters -> ids (n, 1 + end).
+
+    The line is drawn as from the poems that keep the rule. The rule alone does not do that: it pads or
+    cuts a line that the model began for another form. Here each poem has FIRST_LINES candidates, and
+    one is drawn by its weight, the product of the probability that the rule left it at each character
+    and at its mark (importance resampling).
+    """
+    n = len(start)
+    weights = torch.zeros(n * FIRST_LINES, device=start.device)
+    marks = constraint([["，。"]], vocab)(start[:, :1])  # (V,)
+
+    def open_end(ids):  # two marks to choose from: so the mark is not put in, but drawn, and weighed
+        return marks if ids.size(1) == 1 + end else rule(ids)
+
+    def weigh(logits, allowed):
+        mass = (probabilities(logits, temperature=temperature) * allowed).sum(dim=-1)
+        weights.add_(mass.clamp(min=1e-30).log())
+
+    knobs |= {"temperature": temperature, "generator": generator, "constraint": open_end, "watch": weigh}
+    lines = start.repeat_interleave(FIRST_LINES, dim=0)
+    lines = model.generate(lines, end + 2 - start.size(1), **knobs)[:, :-1].view(n, FIRST_LINES, -1)
+    noise = next(exponential_noise(generator, n, FIRST_LINES))
+    return lines[torch.arange(n), draw(weights.view(n, -1).softmax(dim=-1), noise)]
+
+
+def constraint(templates, vocab, prosody=None):
+    """A TemplateConstraint for model.generate: ids (B, t) -> bool (V,) or (B, V), as tensors."""
+    rule = TemplateConstraint(templates, vocab.chars, prosody)
+    return lambda ids: torch.from_numpy(rule(ids.cpu().numpy())).to(ids.device)
+
+
+def acrostic(model, vocab, heads, n_char=7, temperature=ACROSTIC_TEMPERATURE, n=1, generator=None, **knobs):
     """n poems whose lines, each of n_char characters and a mark, begin with the heads."""
-    template = form(n_char, len(heads), heads)
-    return write(model, vocab, n=n, template=template, generator=generator, temperature=temperature, **knobs)
-
-
-def seeded(seed=SEED):
-    """A generator on the CPU: the same seed gives the same poems on every device."""
-    import torch
-
-    return torch.Generator().manual_seed(seed)
+    # lesson: acrostic poems; the heads and the marks are put in, the rest is written
+    template = poem_template(n_char, len(heads), heads)
+    rule = constraint([template], vocab)
+    knobs |= {"temperature": temperature, "generator": generator}
+    return write(model, vocab, n=n, rule=rule, length=len(template), **knobs)
 
 
 # ---------------------------------------------------------------------------------------------------
 # The six demos, in the lesson's words
 
 
+def seeded(seed=SEED):
+    """A generator on the CPU: the same seed gives the same poems on every device."""
+    return torch.Generator().manual_seed(seed)
+
+
 def show(poems):
     """Print poems, indented; …… where one was cut."""
-    for poem in poems:
-        print("    " + (poem.strip() if poem.endswith("\n") else poem.strip() + "……"))
+    for text, ended in poems:
+        print(f"    {text}" + ("" if ended else "……"))
 
 
-def next_probabilities(model, vocab, text):
-    """The probabilities (V,) of the character after text, as the model gives them; after "" they begin a poem."""
-    import torch
+def known(texts, vocab, name):
+    """Yield those of texts that can be written in the model's characters, traditional ones converted."""
+    for text in texts:
+        try:
+            yield normalised(text, vocab, name)
+        except UserError as error:
+            print(f"{error}; 「{text}」 is left out", file=sys.stderr)
 
-    from gpt import probabilities
 
+def next_logits(model, vocab, text):
+    """The model's scores (1, V) for the character after text."""
     with torch.inference_mode():
-        ids = vocab.encode(text or "\n")[:, -model.config.block_size :].to(model.wte.weight.device)
-        return probabilities(model(ids)[0][:, -1])[0].cpu()
-
-
-def visible(char):
-    return {"\n": "↵"}.get(char, char)
+        ids = vocab.encode(text)[:, -model.config.block_size :].to(model.wte.weight.device)
+        return model(ids)[0][:, -1].cpu()
 
 
 def demo_next(model, vocab):
+    # lesson: all the model gives is probabilities
     print(f"== 1. 读完一段文字，模型给下一个字的概率（前 {NEXT_TOP} 名）")
-    for text in NEXT_PROMPTS:
-        probs, ids = next_probabilities(model, vocab, text).topk(min(NEXT_TOP, len(vocab)))
-        shown = zip(vocab.decode(ids), probs.tolist(), strict=True)
-        print(f"  「{text}」→ " + "  ".join(f"{visible(char)} {100 * p:.1f}%" for char, p in shown))
-    text, mark = NEXT_PROMPTS[-1], "。"
-    if CORPUS.exists():  # what the model's probability can be held against
+    for text in known(NEXT_PROMPTS, vocab, "NEXT_PROMPTS"):
+        probs = probabilities(next_logits(model, vocab, text))[0]  # (V,)
+        best, ids = probs.topk(min(NEXT_TOP, len(vocab)))
+        shown = zip(vocab.decode(ids), best.tolist(), strict=True)
+        print(f"  「{text}」→ " + "  ".join(f"{show_char(char)} {100 * p:.1f}%" for char, p in shown))
+    if CORPUS.exists() and "。" in vocab.ids:  # what the model's last probability can be held against
         corpus = CORPUS.read_text(encoding="utf-8")
-        n, followed = corpus.count(text), corpus.count(text + mark)
-        p = next_probabilities(model, vocab, text)[vocab.ids[mark]].item()
+        n, followed = corpus.count(text), corpus.count(text + "。")
         print(
-            f"  语料里「{text}」出现 {n} 次，其中 {followed} 次后面紧跟「{mark}」："
-            f"{100 * followed / max(1, n):.1f}%；模型给的概率：{100 * p:.1f}%"
+            f"  语料里「{text}」出现 {n} 次，其中 {followed} 次后面紧跟「。」："
+            f"{100 * followed / max(1, n):.1f}%；模型给的概率：{100 * probs[vocab.ids['。']]:.1f}%"
         )
 
 
@@ -175,21 +210,20 @@ def demo_top_k(model, vocab):
 def demo_continue(model, vocab):
     print("== 4. 给出开头，让它续写")
     generator = seeded()
-    for opening in OPENINGS:
+    for opening in known(OPENINGS, vocab, "OPENINGS"):
         show(write(model, vocab, opening, temperature=OPENING_TEMPERATURE, generator=generator))
 
 
 def demo_acrostic(model, vocab):
     print("== 5. 藏头诗：每句开头的字由我们指定，其余由模型写")
     generator = seeded()
-    for heads, n_char in ACROSTICS:
-        show(acrostic(model, vocab, heads, n_char, generator=generator))
+    for given, n_char in ACROSTICS:
+        for heads in known([given], vocab, "ACROSTICS"):
+            show(acrostic(model, vocab, heads, n_char, generator=generator))
 
 
 def timed(model, start, n, use_cache):
     """Seconds that n characters after start (1, T) take."""
-    import torch
-
     if start.device.type != "cpu":
         torch.accelerator.synchronize()
     before = time.perf_counter()
@@ -199,25 +233,36 @@ def timed(model, start, n, use_cache):
     return time.perf_counter() - before
 
 
-def medians(model, start, n, runs=TIMED_RUNS):
-    """(without, with cache): the median seconds for n characters, the two run in turn, one of each to warm up."""
-    times = {False: [], True: []}
+def time_both(model, start, n, runs=TIMED_RUNS):
+    """(without, with cache): the median seconds for n characters, the two in turn, each warmed up once."""
+    without, cached = [], []
     for _ in range(runs + 1):
-        for use_cache, seconds in times.items():
-            seconds.append(timed(model, start, n, use_cache))
-    return tuple(statistics.median(seconds[1:]) for seconds in times.values())
+        without.append(timed(model, start, n, use_cache=False))
+        cached.append(timed(model, start, n, use_cache=True))
+    return statistics.median(without[1:]), statistics.median(cached[1:])
 
 
-def compare(model, start, n, seed=SEED):
-    """The place of the first character (from 1) that n characters with and without the cache differ in, or None."""
-    with_cache, without = (model.generate(start, n, use_cache=c, generator=seeded(seed))[0] for c in (True, False))
-    different = (with_cache != without).nonzero()
+def first_difference(model, start, n, seed=SEED):
+    """The number of the first of n characters, from 1, that differs without the cache; None if none does."""
+    cached, without = (model.generate(start, n, use_cache=c, generator=seeded(seed))[0] for c in (True, False))
+    different = (cached != without).nonzero()
     return different[0].item() - start.size(1) + 1 if len(different) else None
 
 
+def positions_computed(model, start, n, use_cache):
+    """How many positions the model computes to write n characters after start (1, T)."""
+    fed, hidden = [], model.hidden
+    model.hidden = lambda idx, *rest, **options: fed.append(idx.numel()) or hidden(idx, *rest, **options)
+    try:
+        model.generate(start, n, use_cache=use_cache, generator=seeded())
+    finally:
+        del model.hidden  # the class's own again
+    return sum(fed)
+
+
 def cache_bytes(config, n):
-    """The bytes that n characters take in the caches: 2 (k and v) x layers x dimensions x 4 (float32)."""
-    return 2 * config.n_layer * config.n_embd * 4 * n
+    """The bytes of n positions in the caches: 2 (k and v) x layers x dimensions of k x 4 (float32)."""
+    return 2 * config.n_layer * (config.n_embd // config.n_head * config.n_kv_head) * 4 * n
 
 
 def faster(without, cached):
@@ -225,48 +270,117 @@ def faster(without, cached):
 
 
 def demo_cache(model, vocab):
-    config = model.config
+    # lesson: measuring it
+    config, start = model.config, begin(model, vocab, "", 1)
     print("== 6. KV 缓存：结果一样吗？快了多少？")
-    start = vocab.encode("\n").to(model.wte.weight.device)
-    different = compare(model, start, SAME_CHARS)
-    verdict = "完全一样" if different is None else f"不一样：第 {different} 个字不同"
-    print(f"  同样的随机种子，写 {SAME_CHARS} 个字：用缓存和不用缓存的结果{verdict}")
+    for n, note in ((SAME_CHARS, ""), (LONG_CHARS, f"（窗口 {config.block_size} 个字，已滑动）")):
+        different = first_difference(model, start, n)
+        verdict = "完全一样" if different is None else f"不一样：第 {different} 个字不同"
+        print(f"  同样的随机种子，写 {n} 个字：用缓存和不用缓存的结果{verdict}" + note * (n > config.block_size))
+    without, cached = (positions_computed(model, start, SAME_CHARS, use_cache) for use_cache in (False, True))
+    print(f"  写 {SAME_CHARS} 个字要算的位置：不用缓存 {without:,} 个，用缓存 {cached:,} 个")
     for n in TIMED_CHARS:
-        without, cached = medians(model, start, n)
+        without, cached = time_both(model, start, n)
         times = f"不用缓存 {1000 * without:6.0f} 毫秒，用缓存 {1000 * cached:5.0f} 毫秒"
         print(f"  写 {n:>3} 个字：{times}，{faster(without, cached)}")
-    n = config.block_size
+    # lesson: the cost of the cache
+    n, kv = config.block_size, config.n_embd // config.n_head * config.n_kv_head
     print(
-        f"  这个模型每个词元的缓存：2 × {config.n_layer} 层 × {config.n_embd} 维 × 4 字节 = "
+        f"  这个模型每个词元的缓存：2 × {config.n_layer} 层 × {kv} 维 × 4 字节 = "
         f"{cache_bytes(config, 1) / 1024:g} KB，{n} 个词元共 {cache_bytes(config, n) / 1024:g} KB"
     )
 
 
 DEMOS = {1: demo_next, 2: demo_temperature, 3: demo_top_k, 4: demo_continue, 5: demo_acrostic, 6: demo_cache}
 
+# ---------------------------------------------------------------------------------------------------
+# The poet
+
+
+def normalised(text, vocab, name, marks=True):
+    """text as the model can read it, on one line; what was changed is said on stderr.
+
+    Raises UserError for characters that the model does not know, and for marks if there may be none.
+    """
+    text, changes = normalise(text, vocab.ids.keys() - {"\\n"})
+    if changes:
+        said = "  ".join(f"{old.strip() or 'space'} → {new or 'nothing'}" for old, new in changes.items())
+        print(f"{name}: {said}", file=sys.stderr)
+    try:
+        vocab.encode(text)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}", 2) from None
+    if not marks and not text.isalpha():
+        raise UserError(f"{name} {text!r}: give the characters that begin the lines, without marks", 2)
+    return text
+
+
+def check_fits(template, prompt, form):
+    """Raise UserError unless prompt can begin a poem of that template."""
+    if len(prompt) > len(template):
+        raise UserError(f"--prompt has {len(prompt)} characters, {form} has {len(template)}", 2)
+    for i, (char, entry) in enumerate(zip(prompt, template, strict=False), 1):
+        if not may_stand(char, entry):
+            wanted = f"「{entry}」" if isinstance(entry, str) else "a character that is no mark"
+            raise UserError(f"--prompt cannot begin {form}: its character {i} is {char}, there stands {wanted}", 2)
+
+
+def plan(args, model, vocab, prosody):
+    """(prompt, options of `write`) for what a user asked for; prosody: None for the shape of a form alone."""
+    prompt = normalised(args.prompt or "", vocab, "--prompt")
+    if len(prompt) > model.config.block_size:
+        seen = model.config.block_size
+        print(f"--prompt has {len(prompt)} characters; the model sees the last {seen}", file=sys.stderr)
+    heads = "" if args.acrostic is None else normalised(args.acrostic, vocab, "--acrostic", marks=False)
+    if not args.form and not heads:
+        return prompt, {"length": args.max_chars or MAX_CHARS}
+    n_char, n_lines = FORMS.get(args.form, (args.chars or 7, len(heads)))
+    if heads and n_lines != len(heads):
+        raise UserError(f"--acrostic has {len(heads)} characters, but {args.form} has {n_lines} lines", 2)
+    shape = poem_template(n_char, n_lines, heads)
+    check_fits(shape, prompt, args.form)
+    if not prosody:
+        return prompt, {"rule": constraint([shape], vocab), "length": len(shape)}
+    given = dict(enumerate(prompt)) | {i * (n_char + 1): head for i, head in enumerate(heads)}
+    templates, lost = choose_templates(args.form, given, prosody)
+    if lost:
+        kept = "shape and rhyme" if lost == "tones" else "shape"
+        print(f"{prompt or heads} does not keep the {lost} of {args.form}; the rest keeps {kept}", file=sys.stderr)
+    for template in templates if heads else ():
+        template[:: n_char + 1] = heads
+    return prompt, {"rule": constraint(templates, vocab, prosody), "length": len(shape), "first_line": n_char}
+
+
+def write_poems(model, vocab, args):
+    """The poet: print args.number poems to stdout, one a line, all else to stderr."""
+    regulated = args.form and not args.loose
+    prosody = read_prosody(PROSODY) if regulated or args.scan else None
+    prompt, options = plan(args, model, vocab, prosody if regulated else None)
+    seed, n = args.seed, args.number or 1
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
+        print(f"seed {seed}: --seed {seed} with the same -n writes this again", file=sys.stderr)
+    knobs = {"temperature": args.temperature[0], "top_k": args.top_k, "top_p": args.top_p}
+    if n > 1 and knobs["temperature"] == 0:
+        print(f"temperature 0 always takes the likeliest character: the {n} poems are the same", file=sys.stderr)
+    generator, cut = seeded(seed), 0
+    for done in range(0, n, BATCH):
+        poems = write(model, vocab, prompt, min(BATCH, n - done), generator=generator, **options, **knobs)
+        for text, ended in poems:
+            print(text, flush=args.scan)
+            if args.scan:
+                print(scan(text, prosody), file=sys.stderr, flush=True)
+            cut += not ended
+        sys.stdout.flush()
+    if cut:
+        print(f"{cut} of {n} had not ended after {options['length']} characters (--max-chars)", file=sys.stderr)
+    if args.trace:
+        [(text, ended)], rule = poems, options.get("rule")
+        print_trace(model, vocab, prompt, text + "\n" * (ended and rule is None), rule, **knobs)
+
 
 # ---------------------------------------------------------------------------------------------------
-# Looking inside a run
-
-
-def replay(model, ids, start, **knobs):
-    """Yield what model.generate saw when it wrote ids (B, T) after the first `start`: at each step the step's
-    logits (B, V), then the probabilities after temperature, after top-k and after top-p, (B, V) each."""
-    import torch
-
-    import gpt
-
-    rule = knobs.pop("constraint", None)
-    window = max(0, start - model.config.block_size)
-    with torch.inference_mode():
-        for t in range(start, ids.size(1)):
-            window = gpt.slide(window, t, model.config.block_size)
-            logits = model(ids[:, window:t])[0][:, -1]  # (B, V)
-            applied, found = {"allowed": rule(ids[:, :t]) if rule else None}, []
-            for name in ("temperature", "top_k", "top_p"):
-                applied |= {name: knobs[name]} if name in knobs else {}
-                found.append(gpt.probabilities(logits, **applied))
-            yield logits, *found
+# Looking inside
 
 
 def pad(text, width):
@@ -274,33 +388,66 @@ def pad(text, width):
     return text + " " * (width - sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text))
 
 
-def print_trace(model, vocab, ids, start, file, **knobs):
-    """A line for each character of ids (1, T) after the first `start`: what was left, and what was drawn."""
-    head = f"{'the likeliest five that were left, in %':<39} {'top-k cut':>9} {'top-p cut':>9}"
-    print(f"{'#':>3}       % {'rank':>5} {head}", file=file)
-    for i, (logits, warm, by_k, by_p) in enumerate(replay(model, ids, start, **knobs)):
-        drawn = ids[0, start + i].item()
-        rank = (logits[0] > logits[0, drawn]).sum().item() + 1
-        best, likeliest = by_p[0].topk(min(5, len(vocab)))
-        chars = [pad(visible(char), 2) for char in vocab.decode(likeliest)]
-        left = " ".join(f"{char}{100 * p:5.1f}" for char, p in zip(chars, best.tolist(), strict=True) if p > 0)
-        cuts = []
-        for before, after in ((warm, by_k), (by_k, by_p)):
-            gone = (before > 0) & (after == 0)
-            cuts.append(f"{gone.sum():>4} {before[gone].sum():>4.0%}" if gone.any() else "   -    -")
-        choice = f"{pad(visible(vocab.chars[drawn]), 2)} {100 * by_p[0, drawn].item():5.1f} {rank:>5}"
-        print(f"{i + 1:>3} {choice} {pad(left, 39)} {cuts[0]} {cuts[1]}", file=file)
+def show_char(char):
+    return "↵" if char == "\n" else char
 
 
 def bar(share, width=40):
     return "█" * round(width * share)
 
 
-def print_next(model, vocab, text, top):
-    """Demo 1's table for any text, with bars."""
-    probs, ids = next_probabilities(model, vocab, text).topk(min(top, len(vocab)))
-    for i, (p, char) in enumerate(zip(probs.tolist(), vocab.decode(ids), strict=True)):
-        print(f"{i + 1:>4} {pad(visible(char), 2)} {100 * p:5.1f}% {bar(p / probs[0].item())}")
+def print_next(model, vocab, text, args):
+    """What may come after text: a row a character, a column a temperature, - for what top-k or top-p cuts."""
+    logits, knobs = next_logits(model, vocab, text), {"top_k": args.top_k, "top_p": args.top_p}
+    columns = [probabilities(logits, temperature=t, **knobs)[0] for t in args.temperature]  # (V,) each
+    ids = logits[0].topk(min(args.top or 20, len(vocab))).indices
+    if len(columns) > 1:
+        print(" " * 7 + "".join(f"{f'T={t:g}':>8}" for t in args.temperature))
+    for i, char in enumerate(vocab.decode(ids)):
+        shares = [probs[ids[i]].item() for probs in columns]
+        shown = "".join(f"{100 * p:7.1f}%" if p else f"{'-':>8}" for p in shares)
+        bars = "" if len(columns) > 1 else " " + bar(shares[0] / columns[0].max().item())
+        print(f"{i + 1:>4} {pad(show_char(char), 2)}{shown}{bars}".rstrip())
+    rest = [max(0.0, 1 - probs[ids].sum().item()) for probs in columns]
+    print(f"{'others':<7}" + "".join(f"{100 * p:7.1f}%" for p in rest))
+    if any(knobs.values()):
+        print(f"{'left':<7}" + "".join(f"{(probs > 0).sum():8,}" for probs in columns))
+
+
+def replay(model, ids, start):
+    """Yield the logits (1, V) of each character of ids (1, T) after the first `start`, from the window it was
+    written from."""
+    window, block_size = max(0, start - model.config.block_size), model.config.block_size
+    with torch.inference_mode():
+        for t in range(start, ids.size(1)):
+            if t - window > block_size:
+                window += (block_size + 1) // 2
+            yield model(ids[:, window:t])[0][:, -1]
+
+
+def print_trace(model, vocab, prompt, text, rule=None, **knobs):
+    """On stderr, a line for each character of text after the prompt: what was left, and what was drawn."""
+    ids, start = begin(model, vocab, text), 1 + len(prompt)
+    head = f"{'the likeliest that were left, in %':<31} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
+    print(f"{'#':>3}       % {'rank':>5} {head}", file=sys.stderr)
+    for i, logits in enumerate(replay(model, ids, start)):
+        drawn = ids[0, start + i].item()
+        allowed = rule(ids[:, : start + i]).expand(1, -1) if rule else None  # (1, V)
+        free = probabilities(logits, temperature=knobs["temperature"])  # (1, V)
+        cuts = ["   -    -" if rule is None else f"{allowed.sum():>4} {free[allowed].sum():>4.0%}"]
+        steps, options = [], {"allowed": allowed}
+        for name in ("temperature", "top_k", "top_p"):
+            options[name] = knobs[name]
+            steps.append(probabilities(logits, **options))  # (1, V)
+        for before, after in itertools.pairwise(steps):
+            gone = (before > 0) & (after == 0)
+            cuts.append(f"{gone.sum():>4} {before[gone].sum():>4.0%}" if gone.any() else "   -    -")
+        best, likeliest = steps[-1][0].topk(min(4, len(vocab)))
+        chars = [pad(show_char(char), 2) for char in vocab.decode(likeliest)]
+        left = " ".join(f"{char}{100 * p:5.1f}" for char, p in zip(chars, best.tolist(), strict=True) if p > 0)
+        rank = (logits[0] > logits[0, drawn]).sum().item() + 1
+        choice = f"{pad(show_char(vocab.chars[drawn]), 2)} {100 * steps[-1][0, drawn].item():5.1f} {rank:>5}"
+        print(f"{i + 1:>3} {choice} {pad(left, 31)} {' '.join(cuts)}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -308,386 +455,297 @@ def print_next(model, vocab, text, top):
 
 
 def my_top_p(probs, p):
-    """Exercise 1: which of the probabilities (V,) stay, as a bool (V,). Replace the body by your own."""
-    from gpt import probabilities
+    """Exercise 1: which of the probabilities (V,) stay, as a bool tensor (V,). Write it here."""
+    raise NotImplementedError
 
-    return probabilities(probs.log()[None], top_p=p)[0] > 0
+
+def my_marks(place):
+    """Exercise 2: the marks allowed at this place, 1 to 32, of a quatrain of seven characters a line, such
+    as "，。"; None where no mark may stand. Write it here."""
+    raise NotImplementedError
+
+
+def ask(function, *arguments):
+    """What a learner's function answers. Raises UserError if it is not written yet, or fails."""
+    try:
+        return function(*arguments)
+    except NotImplementedError:
+        raise UserError(f"not tried yet: write {function.__name__} in generate.py") from None
+    except Exception as error:  # whatever a first attempt may raise
+        line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else 0
+        raise UserError(f"wrong: {function.__name__} fails in line {line}: {error!r}") from None
 
 
 def check_top_p(keep, examples):
     """None, or what is wrong with keep(probs, p): it must keep the fewest, likeliest, that together reach p."""
-    import torch
-
     for probs, p in examples:
-        kept = keep(probs.clone(), p)
-        if getattr(kept, "dtype", None) != torch.bool or kept.shape != probs.shape:
-            return f"for probabilities of shape {tuple(probs.shape)} it must return a bool tensor of that shape"
-        mass = probs[kept].double().sum().item()
+        kept = ask(keep, probs.clone(), p)
         shown = f"of {[round(x, 3) for x in probs.tolist()]}" if len(probs) < 9 else f"of {len(probs):,} characters"
-        said = f"for p = {p} it keeps {int(kept.sum())} {shown}"
+        if getattr(kept, "dtype", None) != torch.bool or kept.shape != probs.shape:
+            form = f"{kept.dtype} {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else repr(kept)
+            return f"for p = {p} {shown} it returns {form[:60]}, not a bool tensor of shape {tuple(probs.shape)}"
+        mass = probs[kept].double().sum().item()
+        answer = f"for p = {p} it keeps {int(kept.sum())} {shown}, {mass:.3f} of the mass"
         if mass < p - 1e-6:
-            return f"{said}, {mass:.3f} of the mass: too few"
+            return f"{answer}: too few"
         if mass - probs[kept].min().item() > p + 1e-6:
-            return f"{said}, {mass:.3f} of the mass: one less would do"
+            return f"{answer}: one less would do"
         if not kept.all() and probs[~kept].max() > probs[kept].min():
-            return f"{said}, but leaves out a likelier one"
+            return f"{answer}, but leaves out a likelier one"
     return None
 
 
 def keep_top_k(probs, k):
-    """Which of the probabilities (V,) are the k largest, as a bool (V,)."""
-    import torch
-
+    """Which of the probabilities (V,) are the k largest, as a bool tensor (V,)."""
     return torch.zeros_like(probs, dtype=torch.bool).index_fill(0, probs.topk(min(k, len(probs))).indices, True)
 
 
 def write_keeping(model, vocab, keep, value):
     """(poems, the number of candidates at each step): the lesson's own loop, with keep(probs, value) in it."""
-    import torch
-
-    from gpt import probabilities, sample
-
-    ids, counts, generator = vocab.encode("\n").to(model.wte.weight.device).expand(EX1_POEMS, -1), [], seeded()
+    ids, counts, generator = begin(model, vocab, "", EX1_POEMS), [], seeded()
     for _ in range(min(MAX_CHARS, model.config.block_size - 1)):
         running = (ids[:, 1:] != vocab.ids["\n"]).all(dim=1)  # (EX1_POEMS,): whose poem has not ended
-        probs = probabilities(model(ids)[0][:, -1], temperature=HOT)  # (EX1_POEMS, V)
-        kept = torch.stack([keep(row, value) for row in probs])
-        counts += kept[running].sum(dim=1).tolist()
-        ids = torch.cat([ids, sample(probs.log(), allowed=kept, generator=generator)[:, None]], dim=1)
-        if not (ids[:, 1:] != vocab.ids["\n"]).all(dim=1).any():
+        if not running.any():
             break
+        probs = probabilities(model(ids)[0][:, -1], temperature=HOT)  # (EX1_POEMS, V)
+        kept = torch.stack([ask(keep, row, value) for row in probs])
+        counts += kept[running].sum(dim=1).tolist()
+        ids = torch.cat([ids, sample(probs.log(), generator, allowed=kept)[:, None]], dim=1)
     texts = [vocab.decode(row).partition("\n") for row in ids[:, 1:].tolist()]
-    return [text + end for text, end, _ in texts], counts
+    return [(text, bool(end)) for text, end, _ in texts], counts
 
 
 def exercise_top_p(model, vocab):
-    import torch
-
     print(f"== 练习 1. 温度 {HOT}：top-k={TOP_K} 和 top-p={EX1_TOP_P}")
+    small = [torch.tensor(probs) for probs in ([0.09, 0.5, 0.41], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0])]
+    texts = ["\n", *known(NEXT_PROMPTS, vocab, "NEXT_PROMPTS")]
+    real = [probabilities(next_logits(model, vocab, text), temperature=HOT)[0] for text in texts]
+    wrong = check_top_p(my_top_p, [(probs, p) for probs in small + real for p in (0.3, EX1_TOP_P, 1.0)])
+    if wrong:
+        return wrong
     with torch.no_grad():
-        small = [torch.tensor(probs) for probs in ([0.09, 0.5, 0.41], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0])]
-        real = [(next_probabilities(model, vocab, text).log() / HOT).softmax(dim=0) for text in ("", *NEXT_PROMPTS)]
-        wrong = check_top_p(my_top_p, [(probs, p) for probs in small + real for p in (0.3, EX1_TOP_P, 1.0)])
-        if wrong:
-            return wrong
         for name, keep, value in (("top-k", keep_top_k, TOP_K), ("top-p", my_top_p, EX1_TOP_P)):
             poems, kept = write_keeping(model, vocab, keep, value)
-            median = statistics.median(kept)
-            print(f"  {name}={value}：每一步留下的字：最少 {min(kept)}，中位数 {median:g}，最多 {max(kept)}")
+            middle = statistics.median(kept)
+            print(f"  {name}={value}：每一步留下的字：最少 {min(kept)}，中位数 {middle:g}，最多 {max(kept)}")
             show(poems)
     return None
 
 
-def has_marks(poem, length=32, marks=((8, "，。"), (16, "，。"), (24, "，。"), (32, "。"))):
-    """Exercise 2's rule, read off the lesson: those marks at those places, counted from 1, and no other mark."""
-    places = dict(marks)
-    return len(poem) == length and all(
-        char in places[i] if i in places else char.isalpha() for i, char in enumerate(poem, 1)
-    )
+def misplaced(text):
+    """None, or what breaks exercise 2's rule, read off the lesson: 32 characters, ，or 。 at 8, 16, 24, 。 at 32."""
+    for place, char in enumerate(text, 1):
+        wanted = "。" if place == 32 else "，。" if place % 8 == 0 else None
+        if not (char in wanted if wanted else char.isalpha()):
+            must = f"「{wanted}」" if wanted else "a character that is no mark"
+            return f"「{text}」: at place {place} stands {char}, there must be {must}"
+    return None if len(text) == 32 else f"「{text}」 has {len(text)} characters, it must have 32"
 
 
 def exercise_form(model, vocab):
-    print(f"== 练习 2. 固定格式：{EX2_LENGTH} 个字，标点只在第 {'、'.join(map(str, EX2_MARKS))} 个")
-    template = [EX2_MARKS.get(i, ANY) for i in range(1, EX2_LENGTH + 1)]
-    shares = []
-    for name, rule in (("不加约束", None), ("加约束", template)):
-        poems = write(model, vocab, n=EX2_POEMS, temperature=1.0, template=rule, generator=seeded())
-        shares.append(sum(has_marks(poem.strip()) for poem in poems) / max(1, len(poems)))
-        print(f"  {name}：{EX2_POEMS} 首里 {shares[-1]:.0%} 合格")
+    print("== 练习 2. 固定格式：七言绝句，标点只在第 8、16、24、32 个字")
+    answers = [ask(my_marks, place) for place in range(1, 33)]
+    for place, marks in enumerate(answers, 1):
+        if marks is not None and (not isinstance(marks, str) or not marks or not set(marks) <= vocab.ids.keys()):
+            return f"for place {place} it returns {marks!r}, not None or a string of marks such as '，。'"
+    template = [Place.ANY if marks is None else marks for marks in answers]
+    rule = constraint([template], vocab)
+    for name, options in (("不加约束", {}), ("加约束", {"rule": rule, "length": 32})):
+        poems = write(model, vocab, n=EX2_POEMS, temperature=1.0, generator=seeded(), **options)
+        wrong = [problem for problem in (misplaced(text) for text, _ in poems) if problem]
+        print(f"  {name}：{EX2_POEMS} 首里 {1 - len(wrong) / len(poems):.0%} 合格")
         show(poems[:3])
-    if not set(EX2_MARKS) <= set(range(1, EX2_LENGTH + 1)):
-        return f"EX2_MARKS names places beyond the {EX2_LENGTH} characters"
-    return None if shares[1] == 1 else f"{1 - shares[1]:.0%} of the constrained poems break the rule of the lesson"
+    return wrong[0] if wrong else None
 
 
 def exercise_cache(model, vocab):
-    import dataclasses
-
-    import torch
-
-    import gpt
-
     print(f"== 练习 3. block_size={EX3_BLOCK_SIZE}，随机权重：写得越长，缓存省得越多")
     torch.manual_seed(SEED)
-    device = model.wte.weight.device
-    model = gpt.GPT(dataclasses.replace(model.config, block_size=EX3_BLOCK_SIZE)).to(device).eval()
-    start = vocab.encode("\n").to(device)
-    rows = [(n, *medians(model, start, n, runs=1)) for n in EX3_CHARS]
+    start = begin(model, vocab, "")
+    model = GPT(dataclasses.replace(model.config, block_size=EX3_BLOCK_SIZE)).to(start.device).eval()
+    rows = [(n, *time_both(model, start, n, runs=1)) for n in EX3_CHARS]
     slowest = max(max(times) for _, *times in rows)
     for n, without, cached in rows:
-        print(f"  写 {n:>4} 个字，缓存 {cache_bytes(model.config, n) / 1024:,.0f} KB，{faster(without, cached)}")
+        held = cache_bytes(model.config, min(n, EX3_BLOCK_SIZE))
+        print(f"  写 {n:>4} 个字，缓存 {held / 1024:,.0f} KB，{faster(without, cached)}")
         for name, seconds in (("不用缓存", without), ("用缓存", cached)):
             print(f"    {pad(name, 8)} {1000 * seconds:6.0f} 毫秒 {bar(seconds / slowest)}")
-    different = compare(model, start, max(EX3_CHARS))
+    different = first_difference(model, start, max(EX3_CHARS))
     if different:
         return f"with and without the cache character {different} differs"
     if max(EX3_CHARS) > EX3_BLOCK_SIZE:
         return f"a block_size of {EX3_BLOCK_SIZE} does not hold {max(EX3_CHARS)} characters: the window slid"
-    return None if max(EX3_CHARS) >= 500 else f"the lesson asks for 500 characters, here are {max(EX3_CHARS)}"
+    if max(EX3_CHARS) < 500:
+        return f"the lesson asks for 500 characters, here are {max(EX3_CHARS)}"
+    times = [without for _, without, _ in sorted(rows)]
+    if times != sorted(times) or any(cached > without for _, without, cached in rows):
+        return "these times cannot be: more characters took less time; another program is running, try again"
+    return None
 
 
 EXERCISES = {1: exercise_top_p, 2: exercise_form, 3: exercise_cache}
 
 
-def check_exercise(number, model, vocab):
-    """Run an exercise and say whether its solution is right; return whether it is."""
-    wrong = EXERCISES[number](model, vocab)
-    print(f"  exercise {number}: " + (f"wrong: {wrong}" if wrong else "right"))
-    return not wrong
-
-
-# ---------------------------------------------------------------------------------------------------
-# What a user types
-
-# Marks that no Tang poem here has, and the two that stand for them.
-MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
-
-
-def clean(text, vocab, name, block_size):
-    """A prompt in characters of the vocabulary. Raises Stop for those that cannot be brought there.
-
-    What had to be changed is said on stderr, and what of the prompt the model cannot see.
-    """
-    from gpt import Stop, UnknownCharacters
-
-    text, changes = text.strip(), {}
-    for char in dict.fromkeys(text):
-        if char not in vocab.ids or char.isspace():
-            new = MARKS.get(char, "" if char.isspace() else simplified(char))
-            if new != char and all(c in vocab.ids for c in new):
-                changes[char] = new
-    if changes:
-        said = "  ".join(f"{old.strip() or 'space'} → {new or 'nothing'}" for old, new in changes.items())
-        print(f"{name}: {said}", file=sys.stderr)
-        text = "".join(changes.get(char, char) for char in text)
-    try:
-        vocab.encode(text)
-    except UnknownCharacters as error:
-        hint = "" if find_spec("opencc") else " (traditional ones are converted when opencc is installed)"
-        raise Stop(f"{name}: {error}{hint}", 2) from None
-    if len(text) > block_size:
-        print(f"{name} has {len(text)} characters; the model sees the last {block_size}", file=sys.stderr)
-    return text
-
-
-def simplified(char):
-    """A traditional character's simplified one; any other as it is, and all when opencc is not installed."""
-    if find_spec("opencc") is None:
-        return char
-    import opencc
-
-    return opencc.OpenCC("t2s").convert(char)
-
-
-def fit(template, prompt, what):
-    """Raise Stop unless prompt can begin a poem of that template."""
-    from gpt import Stop
-
-    if len(prompt) > len(template):
-        raise Stop(f"--prompt has {len(prompt)} characters, {what} has {len(template)}", 2)
-    for i, (char, chars) in enumerate(zip(prompt, template, strict=False), 1):
-        if not (char.isalpha() if chars is ANY else char in chars):
-            wanted = "a character that is no mark" if chars is ANY else f"「{chars}」"
-            raise Stop(f"--prompt cannot begin {what}: {visible(char)} is its character {i}, where {wanted} stands", 2)
-
-
-def poems(model, vocab, args):
-    """The poet: print args.number poems to stdout, one a line, all else to stderr."""
-    from gpt import Stop
-
-    window = model.config.block_size
-    prompt = clean(args.prompt or "", vocab, "--prompt", window)
-    template = form(*FORMS[args.form]) if args.form else None
-    if args.acrostic is not None:
-        heads = clean(args.acrostic, vocab, "--acrostic", math.inf)
-        if not heads or not all(char.isalpha() for char in heads):
-            raise Stop(f"--acrostic {heads!r}: give the characters that begin the lines, without marks", 2)
-        n_char, n_lines = FORMS.get(args.form, (args.chars or 7, len(heads)))
-        if n_lines != len(heads):
-            raise Stop(f"--acrostic has {len(heads)} characters, but {args.form} has {n_lines} lines", 2)
-        template = form(n_char, n_lines, heads)
-    elif template:
-        fit(template, prompt, args.form)
-    seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
-    if args.seed is None:
-        print(f"seed {seed}: --seed {seed} writes this again", file=sys.stderr)
-    knobs = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    options, cut = {"template": template, "max_chars": args.max_chars, "generator": seeded(seed)}, 0
-    for done in range(0, args.number, BATCH):
-        n = min(BATCH, args.number - done)
-        written = write(model, vocab, prompt, n, **options, **knobs)
-        print("\n".join(poem.removesuffix("\n") for poem in written), flush=True)
-        cut += sum(not poem.endswith("\n") for poem in written)
-    if cut:
-        print(f"{cut} of {args.number} had not ended after {args.max_chars} characters (--max-chars)", file=sys.stderr)
-    if args.trace:
-        start = vocab.encode("\n" + prompt)
-        whole = written[0] if template is None else written[0].removesuffix("\n")
-        ids = vocab.encode("\n" + whole).to(model.wte.weight.device)
-        if template:
-            knobs["constraint"] = follow(template[len(prompt) :], vocab, start.size(1), ids.device)
-        print_trace(model, vocab, ids, start.size(1), sys.stderr, **knobs)
+def check_exercises(numbers, model, vocab):
+    """Run exercises and say whether their solutions are right; return the exit status."""
+    status = 0
+    for number in numbers:
+        try:
+            wrong = EXERCISES[number](model, vocab)
+            verdict = f"wrong: {wrong}" if wrong else "right"
+        except UserError as error:
+            verdict = str(error)
+        print(f"  exercise {number}: {verdict}", flush=True)
+        status |= verdict != "right"
+    return int(status)
 
 
 # ---------------------------------------------------------------------------------------------------
 # The command line
 
 
-def number(kind, least, most, above=False):
-    """An argparse type: a number from least (or above it) to most."""
+def whole(least, most=10**9):
+    """An argparse type: a whole number from least to most."""
 
     def parse(text):
-        value = kind(text)
-        if not (least < value if above else least <= value) or not value <= most:
-            bound = "above" if above else "at least"
-            raise argparse.ArgumentTypeError(f"{text} is not {bound} {least} and at most {most:g}")
-        return value
+        if not text.strip().isascii() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} to {most}")
+        return int(text)
 
-    parse.__name__ = {int: "whole number", float: "number"}[kind]  # as argparse calls it in "invalid ... value"
+    parse.__name__ = "whole number"  # as argparse calls it in "invalid ... value"
     return parse
 
 
 EXAMPLES = """examples:
   python generate.py --prompt 大漠孤烟直 -n 5 --temperature 0.8 --top-k 50 --top-p 0.9 --seed 7
-  python generate.py --form 七绝 -n 3
+  python generate.py --form 七律 -n 3 --scan
   python generate.py --prompt 白日依山尽， --form 五绝
   python generate.py --acrostic 春眠不觉 --chars 5
   python generate.py --acrostic 学无止境 --form 七绝
-  python generate.py --next 春风 --top 20
+  python generate.py --next 春风 --top 10 --temperature 0.3 1 1.5 --top-k 20
   python generate.py --prompt 春风 --trace
   python generate.py --exercise 1 2 3
 
 Poems go to stdout, one a line, everything else to stderr.
 Exit status: 0 done, 1 a failure while running or a wrong exercise, 2 wrong usage or input, 130 Ctrl-C."""
 
-# mode -> the flags that go with it, beside --checkpoint and --device
-POET = {"prompt", "form", "acrostic", "chars", "number", "temperature", "top_k", "top_p", "seed", "max_chars", "trace"}
-MODES = {"demo": {"demo"}, "exercise": {"exercise"}, "next": {"next", "top"}, "poems": POET}
-DEFAULTS = {"number": 1, "temperature": TEMPERATURE, "max_chars": MAX_CHARS, "top": 20}
+# The flags that go with each command, beside --checkpoint, --device and --threads.
+KNOBS = {"temperature", "top_k", "top_p"}
+POET = {"prompt", "form", "loose", "acrostic", "chars", "number", "seed", "max_chars", "scan", "trace", *KNOBS}
+FLAGS = {"demo": {"demo"}, "exercise": {"exercise"}, "next": {"next", "top", *KNOBS}, "poem": POET}
+# A flag, those it does not go with, and those of which it needs one.
+PAIRS = [
+    ("chars", {"form"}, {"acrostic"}),
+    ("loose", set(), {"form"}),
+    ("max_chars", {"form", "acrostic"}, set()),
+    ("trace", {"number"}, set()),
+]
 
 
-def parse_args(argv):
-    """The arguments, with args.mode one of MODES; a wrong one ends the program with status 2."""
+def make_parser():
     parser = argparse.ArgumentParser(
         description="The lesson's six demos; with arguments, poems of your own.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    group = parser.add_argument_group("the lesson")
-    group.add_argument("--demo", nargs="+", type=int, choices=range(1, 7), metavar="N", help="only these demos, 1 to 6")
-    group.add_argument("--exercise", nargs="+", type=int, choices=range(1, 4), metavar="N", help="exercises, 1 to 3")
-    group.add_argument("--next", metavar="TEXT", help="what may come after this text, and how probable it is")
-    group.add_argument("--top", type=number(int, 1, 10**6), metavar="N", help="with --next: how many (default: 20)")
-    group = parser.add_argument_group("poems")
-    group.add_argument("--prompt", metavar="TEXT", help="how the poem begins")
-    group.add_argument("--form", choices=FORMS, help="its form: 4 or 8 lines of 5 or 7 characters")
-    group.add_argument("--acrostic", metavar="HEADS", help="the first characters of its lines")
-    group.add_argument(
-        "--chars", type=number(int, 1, 100), metavar="N", help="characters a line of an acrostic (default: 7)"
-    )
-    group.add_argument("-n", "--number", type=number(int, 1, 10**6), metavar="N", help="how many poems (default: 1)")
-    group.add_argument(
-        "--temperature",
-        type=number(float, 0, sys.float_info.max),
-        metavar="T",
-        help=f"0 always takes the likeliest character (default: {TEMPERATURE})",
-    )
-    group.add_argument("--top-k", type=number(int, 1, 10**9), metavar="K", help="draw among the K likeliest only")
-    group.add_argument(
-        "--top-p",
-        type=number(float, 0, 1, above=True),
-        metavar="P",
-        help="draw among the fewest that together have probability P",
-    )
-    group.add_argument("--seed", type=number(int, 0, 2**63 - 1), metavar="N", help="the same seed gives the same poems")
-    group.add_argument(
-        "--max-chars", type=number(int, 1, 10**5), metavar="N", help=f"write at most these (default: {MAX_CHARS})"
-    )
-    group.add_argument("--trace", action="store_true", help="show what each character was chosen from (one poem)")
-    group = parser.add_argument_group("the model")
-    group.add_argument(
-        "--checkpoint", type=file_name, metavar="FILE", help="default: gpt.pt or pretrained.pt in checkpoints/"
-    )
-    group.add_argument("--device", default="cpu", help="cpu (default), cuda, mps or auto")
-    args = parser.parse_args(argv)
-    given = set(vars(args)) - {"checkpoint", "device"}
-    args.mode = next((mode for mode in ("demo", "exercise", "next") if mode in given), "poems" if given else "demo")
-    for name in sorted(given - MODES[args.mode]):
-        parser.error(f"--{name.replace('_', '-')} does not go with --{args.mode}")
-    if args.mode == "poems":
-        if "acrostic" in given and "prompt" in given:
-            parser.error("--acrostic and --prompt do not go together: the heads begin the poem")
-        if "chars" in given and ("form" in given or "acrostic" not in given):
-            parser.error("--chars goes with --acrostic, without --form")
-        if "trace" in given and vars(args).get("number", 1) > 1:
-            parser.error("--trace shows one poem: leave out --number")
-    for name in MODES[args.mode] | {"checkpoint"}:
-        setattr(args, name, getattr(args, name, DEFAULTS.get(name)))
+    add = parser.add_argument_group("the lesson").add_argument
+    add("--demo", nargs="+", type=int, choices=range(1, 7), metavar="N", help="only these demos, 1 to 6")
+    add("--exercise", nargs="+", type=int, choices=range(1, 4), metavar="N", help="exercises, 1 to 3")
+    add("--next", metavar="TEXT", help="what may come after this text, taken as it is: no line break before it")
+    add("--top", type=whole(1), metavar="N", help="with --next: how many characters (default: 20)")
+    add = parser.add_argument_group("poems").add_argument
+    add("--prompt", metavar="TEXT", help="how the poem begins; it stands after a line break, as in training")
+    add("--form", choices=FORMS, help="regulated verse, its tones and rhymes kept: 4 or 8 lines of 5 or 7 characters")
+    add("--loose", action="store_true", default=None, help="with --form: keep its shape alone")
+    add("--acrostic", metavar="HEADS", help="the first characters of its lines")
+    add("--chars", type=whole(1, 100), metavar="N", help="characters a line of an acrostic (default: 7)")
+    add("-n", "--number", type=whole(1, 10**6), metavar="N", help="how many poems (default: 1)")
+    add("--seed", type=whole(0, 2**63 - 1), metavar="N", help="the same seed and number give the same poems")
+    add("--max-chars", type=whole(1, 10**5), metavar="N", help=f"cut after so many (default: {MAX_CHARS})")
+    add("--scan", action="store_true", default=None, help="show the tones and the rhyme under each poem")
+    add("--trace", action="store_true", default=None, help="show what each character was chosen from (one poem)")
+    add = parser.add_argument_group("choosing (with poems and --next)").add_argument
+    add("--temperature", nargs="+", type=float, metavar="T",
+        help=f"0 takes the likeliest character (default: {TEMPERATURE}, with --next 1); --next takes several")  # fmt: skip
+    add("--top-k", type=int, metavar="K", help="draw among the K likeliest only")
+    add("--top-p", type=float, metavar="P", help="draw among the fewest that together have probability P")
+    add = parser.add_argument_group("the model").add_argument
+    add("--checkpoint", type=Path, metavar="FILE", help="default: gpt.pt or pretrained.pt in checkpoints/")
+    add("--device", default="cpu", help="cpu (default), cuda, mps or auto")
+    add("--threads", type=whole(1, 1024), default=THREADS, metavar="N", help=f"of the CPU (default: {THREADS})")
+    return parser
+
+
+def parse_args(argv=None):
+    """The arguments, with args.command one of FLAGS; a wrong one ends the program with status 2."""
+    parser = make_parser()
+    args, extra = parser.parse_known_args(argv)
+    if extra:
+        hint = "" if extra[0].startswith("-") else f"; --prompt {extra[0]} begins a poem with it"
+        parser.error(f"unrecognized: {' '.join(extra)}{hint}")
+    given = {name for name, value in vars(args).items() if value is not None} - {"checkpoint", "device", "threads"}
+    args.command = next((name for name in ("demo", "exercise", "next") if name in given), "poem" if given else "demo")
+    flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
+    for name in sorted(given - FLAGS[args.command]):
+        parser.error(f"{flags[name]} does not go with --{args.command}")
+    for name, without, with_one in PAIRS:
+        for other in sorted(without & given) if name in given else ():
+            parser.error(f"{flags[name]} does not go with {flags[other]}")
+        if name in given and with_one and not with_one & given:
+            parser.error(f"{flags[name]} goes with {' or '.join(flags[other] for other in sorted(with_one))}")
+    if {"acrostic", "prompt"} <= given:
+        parser.error("--acrostic does not go with --prompt: the heads begin the poem")
+    args.temperature = args.temperature or [1.0 if args.command == "next" else TEMPERATURE]
+    if len(args.temperature) > 1 and args.command != "next":
+        parser.error("--temperature takes one number, several only with --next")
+    for temperature in args.temperature:
+        try:
+            check_sampling(temperature, args.top_k, args.top_p)
+        except ValueError as error:
+            parser.error(f"--{str(error).replace('_', '-')}")
     return args
 
 
-def file_name(text):
-    """An argparse type: a path in the system's own bytes again, which `recovered` had made readable."""
-    return Path(os.fsdecode(text.encode("utf-8", "surrogateescape")))
-
-
-def recovered(text):
-    """An argument as UTF-8 though the locale is not; Python keeps the bytes it could not read as surrogates."""
-    data = text
-    try:
-        data = text.encode("utf-8", "surrogateescape")
-        return data.decode("utf-8")
-    except UnicodeError:
-        print(f"generate.py: argument {data!r} is not UTF-8", file=sys.stderr)
-        sys.exit(2)
-
-
-def main(args):
-    from gpt import DecodingError, Stop, UnknownCharacters, load_checkpoint, pick_device
-
-    path = args.checkpoint or next((path for path in CHECKPOINTS if path.exists()), None)
-    if path is None:
-        raise Stop(f"no {CHECKPOINTS[0]} and no {CHECKPOINTS[1].name}: make one with python train.py")
+def load_model(args):
+    """(model, vocab, a line that names them) of args.checkpoint, or of the first that is there."""
+    paths = [args.checkpoint] if args.checkpoint else [CHECKPOINTS / "gpt.pt", CHECKPOINTS / "pretrained.pt"]
+    path = next((path for path in paths if path.exists()), paths[0])
+    if not args.checkpoint and not path.exists():
+        raise UserError(f"no {path} and no pretrained.pt: make one with python train.py")
     model, vocab, info = load_checkpoint(path, pick_device(args.device))
-    if "\n" not in vocab.ids or not {"，", "。"} <= set(vocab.ids):
-        raise Stop(f"{path} was not trained on poems: its vocabulary lacks the line break, ， or 。")
-    loss, shown = info.get("val_loss"), path.relative_to(HERE) if path.is_relative_to(HERE) else path
-    which = f"model: {shown}, validation loss {loss:.3f}" if isinstance(loss, float) else f"model: {shown}"
+    if "\n" not in vocab.ids:
+        raise UserError(f"{path} was not trained on poems: its vocabulary lacks the line break")
+    shown = path.relative_to(CHECKPOINTS.parent) if path.is_relative_to(CHECKPOINTS.parent) else path
+    loss = info.get("val_loss")
+    return model, vocab, f"model: {shown}" + (f", validation loss {loss:.3f}" if isinstance(loss, float) else "")
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    model, vocab, name = load_model(args)
     # After the demos it stands on stdout, so that `| head -1` gives the lesson's first line and nothing else.
-    if args.mode != "demo":
-        print(which, file=sys.stderr, flush=True)
+    if args.command != "demo":
+        print(name, file=sys.stderr, flush=True)
     try:
-        if args.mode == "demo":
+        if args.command == "demo":
             for number in args.demo or DEMOS:
                 DEMOS[number](model, vocab)
-                print(end="", flush=True)
-            print(which)
-        elif args.mode == "exercise":
-            right = [check_exercise(number, model, vocab) for number in args.exercise]
-            return 0 if all(right) else 1
-        elif args.mode == "next":
-            print_next(model, vocab, clean(args.next, vocab, "--next", model.config.block_size), args.top)
+                sys.stdout.flush()
+            print(name)
+        elif args.command == "exercise":
+            return check_exercises(args.exercise, model, vocab)
+        elif args.command == "next":
+            text, changes = normalise(args.next or "\n", vocab.ids)
+            print_next(model, vocab, text, args)
         else:
-            poems(model, vocab, args)
-    except (DecodingError, UnknownCharacters) as error:  # the latter from a demo's own text
-        raise Stop(f"{path}: {error}", 1 if isinstance(error, DecodingError) else 2) from None
-    except ValueError as error:  # from a constant that was edited, or a corpus that is not UTF-8
-        raise Stop(str(error), 2) from None
+            write_poems(model, vocab, args)
+    except DecodingError as error:
+        raise UserError(f"{name}: {error}") from None
     return 0
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        if stream:  # None where it was closed before we began
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    arguments = parse_args([recovered(text) for text in sys.argv[1:]])
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing torch swallows a KeyboardInterrupt
-    try:
-        from gpt import run
-    except ImportError as error:
-        print(f"generate.py: {error}; pip install -r requirements.txt brings what is missing", file=sys.stderr)
-        sys.exit(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(run(lambda: main(arguments)))
+    sys.exit(run(main))

@@ -1,0 +1,84 @@
+"""What a poem is: its forms and marks, typed text brought to the corpus's characters, a corpus, its split.
+
+No torch and no numpy here; opencc is loaded only for a text that needs it.
+"""
+
+import functools
+import unicodedata
+import zlib
+from pathlib import Path
+
+CORPUS = Path(__file__).resolve().with_name("tang.txt")
+
+FORMS = {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}  # characters a line, lines
+
+# Marks that no Tang poem here has, and the two that stand for them.
+MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
+
+
+def is_invisible(char):
+    """Whether char shows nothing and is no white space: control and format characters, variation selectors."""
+    return (unicodedata.category(char) in ("Cc", "Cf") and not char.isspace()) or "VARIATION" in unicodedata.name(
+        char, ""
+    )
+
+
+@functools.cache
+def converter():
+    """The function from traditional to simplified characters; without opencc, one that changes nothing."""
+    try:
+        import opencc
+    except ImportError:
+        return str
+    return opencc.OpenCC("t2s").convert
+
+
+def substitutes(char):
+    """Yield what may stand for a typed character that a model does not know, the best first."""
+    if char in MARKS:
+        yield MARKS[char]
+    if char.isspace() or is_invisible(char):
+        yield ""
+    plain = unicodedata.normalize("NFKC", char)  # the letter itself for one from a PDF, such as U+2F08 for 人
+    yield from (plain, MARKS.get(plain, plain), converter()(char), converter()(plain))
+
+
+def normalise(text, known):
+    """(text, changes) in known characters: only what is not known is replaced; changes: {old: new}.
+
+    A character without a known substitute stays as it is.
+    """
+    changes = {}
+    for char in dict.fromkeys(text):
+        if char not in known:
+            new = next((new for new in substitutes(char) if all(c in known for c in new)), char)
+            if new != char:
+                changes[char] = new
+    return "".join(changes.get(char, char) for char in text), changes
+
+
+def read_poems(path):
+    """(poems, the number of repeated ones left out) of a corpus file, one a line; only a newline ends a line.
+
+    Lines are normalised, so that no invisible difference makes another poem: composed characters, no
+    invisible ones, single spaces. Raises OSError, and ValueError for a file that is not UTF-8.
+    """
+    try:
+        text = unicodedata.normalize("NFC", Path(path).read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+    text = text.translate({ord(char): None for char in set(text) if is_invisible(char)})
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    lines = [line for line in lines if line]
+    poems = list(dict.fromkeys(lines))
+    return poems, len(lines) - len(poems)
+
+
+def is_validation(poem):
+    """A rule on the poem alone, so that no order, seed or filter can leak a validation poem into training."""
+    return zlib.crc32(poem.encode("utf-8")) % 20 == 0
+
+
+def split(poems):
+    """(training poems, validation poems), in the order they come in."""
+    return [poem for poem in poems if not is_validation(poem)], [poem for poem in poems if is_validation(poem)]

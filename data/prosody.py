@@ -1,0 +1,226 @@
+"""Tones and rhymes of the characters, learned from the poems themselves; no dictionary is read.
+
+    python -m data.prosody          # builds data/prosody.txt from data/tang.txt, and prints what it found
+
+In regulated verse the even places of a line differ in tone from one to the next; they differ between the
+two lines of a couplet, and agree between line 2 and 3, 4 and 5, 6 and 7. The last characters of the even
+lines rhyme, and so agree; those of the other lines, but for the first, differ from them. Every poem so
+links characters that agree or differ in tone, and characters that rhyme. Few poems break these rules.
+"""
+
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from data.poems import CORPUS, read_poems, split
+
+PROSODY = Path(__file__).resolve().with_name("prosody.txt")
+LEAST_LINKS, LEAST_AGREEMENT = 3, 0.3  # of a character with a tone: its links, and (for - against) / all of them
+LEAST_MEMBERS = 3
+
+
+@dataclass
+class Prosody:
+    """What is known of the characters; both dicts have the commonest first."""
+
+    tones: dict  # character: 平 (level) or 仄 (oblique); one whose evidence is thin or divided has none
+    rhymes: dict  # character: the number of its rhyme group, 0 the commonest
+
+    def groups(self):
+        """The rhyme groups, each a string; its first character names it."""
+        groups = {}
+        for char, number in self.rhymes.items():
+            groups[number] = groups.get(number, "") + char
+        return [groups[number] for number in sorted(groups)]
+
+
+def lines_of(poem):
+    """The lines of a poem, without marks."""
+    return [line for line in re.split("[，。]", poem) if line]
+
+
+def line_ends(poem):
+    """The last characters of the even lines, which rhyme."""
+    return [line[-1] for line in lines_of(poem)[1::2]]
+
+
+def tone_pairs(poem):
+    """Yield (character, character, sign) at the even places: the tones of a regulated poem agree (1) or differ (-1)."""
+    lines = lines_of(poem)
+    for number, line in enumerate(lines):
+        places = range(1, len(line) - 1, 2)
+        yield from ((line[i], line[i + 2], -1) for i in places[:-1])
+        if number:  # after an odd line its couplet's second, after an even one the next couplet
+            yield from ((lines[number - 1][i], line[i], -1 if number % 2 else 1) for i in places)
+
+
+def end_pairs(poem):
+    """Yield (character, character, sign) for the tones at the ends of the lines, from the second line on."""
+    ends = [line[-1] for line in lines_of(poem)]
+    yield from ((a, b, 1) for a, b in combinations(ends[1::2], 2))
+    yield from ((a, b, -1) for a, b in zip(ends[2::2], ends[3::2], strict=False))
+
+
+def learn_tones(poems):
+    """{character: 平 or 仄}: the division of the characters in two that breaks the fewest links.
+
+    The links are a matrix with 1 or -1 for each; of all numberings of the characters by reals, its
+    leading eigenvector fits the links best (normalised by degree, found by power iteration), and its
+    signs divide them nearly right. Then each character goes where most of its partners send it.
+    """
+    pairs = Counter(pair for poem in poems for pair in (*tone_pairs(poem), *end_pairs(poem)))
+    chars = sorted({char for a, b, _ in pairs for char in (a, b)})
+    index = {char: i for i, char in enumerate(chars)}
+    a, b, weight = np.array([(index[a], index[b], sign * n) for (a, b, sign), n in pairs.items()]).T
+
+    def partners(values):
+        """The sum over the links of each character of its partner's value, negative where they differ."""
+        return np.bincount(a, weight * values[b], len(chars)) + np.bincount(b, weight * values[a], len(chars))
+
+    links = np.bincount(a, abs(weight), len(chars)) + np.bincount(b, abs(weight), len(chars))
+    rhymes = Counter(char for poem in poems for char in line_ends(poem))
+    tone = np.array([float(rhymes[char]) for char in chars])  # begin with the rhyme words, which are level
+    for _ in range(60):
+        tone = tone / np.linalg.norm(tone) + partners(tone / np.sqrt(links)) / np.sqrt(links)
+    for _ in range(30):
+        votes = partners(np.sign(tone))
+        tone = np.sign(votes)
+    sure = (links >= LEAST_LINKS) & (abs(votes) >= LEAST_AGREEMENT * links)
+    order = np.argsort(-links, kind="stable")  # the commonest first
+    return {chars[i]: "平" if votes[i] > 0 else "仄" for i in order if sure[i]}
+
+
+def learn_rhymes(poems):
+    """{character: number of its rhyme group}, of characters that rhyme with each other more than by chance.
+
+    One level of modularity (Blondel et al. 2008): the characters, the commonest first, join in turn the
+    group of their partners that gains most over what their frequencies alone would bring about.
+    """
+    counts = Counter(char for poem in poems for char in set(line_ends(poem)))
+    partners = {char: Counter() for char, _ in counts.most_common()}
+    for poem in poems:
+        for a, b in combinations(sorted(set(line_ends(poem))), 2):
+            partners[a][b] += 1
+            partners[b][a] += 1
+    degree = {char: sum(others.values()) for char, others in partners.items()}
+    group, size = dict(zip(partners, partners, strict=True)), Counter(degree)  # each begins alone
+    total = sum(degree.values())
+    for _ in range(10):
+        for char, others in partners.items():
+            size[group[char]] -= degree[char]
+            links = Counter()
+            for other, n in others.items():
+                links[group[other]] += n
+            gain = {name: links[name] - degree[char] * size[name] / total for name in [group[char], *sorted(links)]}
+            group[char] = max(gain, key=gain.get)
+            size[group[char]] += degree[char]
+    members, weight = Counter(group.values()), Counter()
+    for char, name in group.items():
+        weight[name] += counts[char]
+    numbers = {name: i for i, name in enumerate(n for n, _ in weight.most_common() if members[n] >= LEAST_MEMBERS)}
+    return {char: numbers[name] for char, name in group.items() if name in numbers}
+
+
+def learn(poems):
+    """The Prosody of poems, each of equal lines with ，and 。 after them in turn."""
+    return Prosody(learn_tones(poems), learn_rhymes(poems))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The file: a line of level characters, one of oblique ones, then one for each rhyme group
+
+HEADER = "# Tones (平 level, 仄 oblique) and rhyme groups (韵), the commonest characters first: python -m data.prosody"
+
+
+def write_prosody(prosody, path=PROSODY):
+    """Write prosody as a text that a person can read, UTF-8; path holds the old file or the new one, whole."""
+    lines = [HEADER]
+    lines += [f"{tone} " + "".join(char for char, its in prosody.tones.items() if its == tone) for tone in "平仄"]
+    lines += [f"韵 {group}" for group in prosody.groups()]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+
+
+def read_prosody(path=PROSODY):
+    """Read what `write_prosody` wrote. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    remedy = f"{path} is damaged: python -m data.prosody builds it anew"
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line and not line.startswith("#")]
+        parts = [line.split(" ") for line in lines]
+        tones = {char: kind for kind, chars in parts[:2] for char in chars}
+        rhymes = {char: i for i, (_, chars) in enumerate(parts[2:]) for char in chars}
+    except ValueError:  # UnicodeDecodeError too
+        raise ValueError(remedy) from None
+    kinds, sizes = "".join(kind for kind, _ in parts), [sum(len(part[1]) for part in parts[:2]), len(rhymes)]
+    whole = kinds == "平仄" + "韵" * (len(parts) - 2) and len(parts) > 2
+    if not whole or [len(tones), sum(len(part[1]) for part in parts[2:])] != sizes:
+        raise ValueError(remedy)
+    return Prosody(tones, rhymes)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Measuring poems
+
+
+def tones_kept(poem, prosody):
+    """(right, all) tone pairs of a poem, of characters that have a tone."""
+    known = [(a, b, sign) for a, b, sign in tone_pairs(poem) if a in prosody.tones and b in prosody.tones]
+    return sum((prosody.tones[a] == prosody.tones[b]) == (sign > 0) for a, b, sign in known), len(known)
+
+
+def rhymes_kept(poem, prosody):
+    """(rhyming, all) pairs of the poem's line ends; a character of no group rhymes with none."""
+    pairs = list(combinations(line_ends(poem), 2))
+    return sum(a in prosody.rhymes and prosody.rhymes[a] == prosody.rhymes.get(b) for a, b in pairs), len(pairs)
+
+
+def scan(poem, prosody):
+    """The tones of a poem, ○ for a character without one, and the groups of its rhyme words."""
+    tones = "".join(char if char in "，。" else prosody.tones.get(char, "○") for char in poem)
+    groups = prosody.groups()
+    words = [
+        f"{char}（{groups[prosody.rhymes[char]][0]}）" if char in prosody.rhymes else char for char in line_ends(poem)
+    ]
+    return f"{tones}  韵：{' '.join(words)}"
+
+
+def report(prosody, poems, held_out):
+    """Print what was found, as a reader of the poems likes it."""
+    count = Counter(char for poem in poems for char in poem if char.isalpha())
+    for tone in "平仄":
+        chars = [char for char, its in prosody.tones.items() if its == tone]
+        share = sum(count[char] for char in chars) / count.total()
+        print(f"{tone} {len(chars):>5,} characters, {share:.1%} of the text: {''.join(chars[:20])} ...")
+    for group in prosody.groups()[:30]:
+        tone = Counter(prosody.tones.get(char, "○") for char in group).most_common(1)[0][0]
+        print(f"韵 {len(group):>5,} characters, {tone}: {group[:20]}")
+    pairs, rhymes = ([kept(poem, prosody) for poem in held_out] for kept in (tones_kept, rhymes_kept))
+    right, total = (sum(column) for column in zip(*pairs, strict=True))
+    rhyming, ends = (sum(column) for column in zip(*rhymes, strict=True))
+    print(f"of the {len(held_out):,} poems held out, {rhyming / ends:.3f} of the line ends rhyme,")
+    print(
+        f"{right / total:.3f} of the tone pairs are right, {sum(a == b for a, b in pairs) / len(pairs):.3f} throughout"
+    )
+
+
+def main():
+    try:
+        poems, held_out = split(read_poems(CORPUS)[0])
+    except FileNotFoundError:
+        print(f"no {CORPUS}: python data/prepare.py makes it", file=sys.stderr)
+        return 1
+    prosody = learn(poems)
+    write_prosody(prosody)
+    report(prosody, poems, held_out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
