@@ -23,9 +23,9 @@ import unicodedata
 from pathlib import Path
 
 import torch
+
 from data.poems import CORPUS, FORMS, normalise
 from data.prosody import PROSODY, read_prosody, scan
-
 from data.verse import Place, TemplateConstraint, choose_templates, may_stand, poem_template
 from gpt import (
     GPT,
@@ -666,8 +666,8 @@ def make_parser():
     add("--scan", action="store_true", default=None, help="show the tones and the rhyme under each poem")
     add("--trace", action="store_true", default=None, help="show what each character was chosen from (one poem)")
     add = parser.add_argument_group("choosing (with poems and --next)").add_argument
-    add("--temperature", nargs="+", type=float, metavar="T",
-        help=f"0 takes the likeliest character (default: {TEMPERATURE}, with --next 1); --next takes several")  # fmt: skip
+    several = f"0 takes the likeliest character (default: {TEMPERATURE}, with --next 1); --next takes several"
+    add("--temperature", nargs="+", type=float, metavar="T", help=several)
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest only")
     add("--top-p", type=float, metavar="P", help="draw among the fewest that together have probability P")
     add = parser.add_argument_group("the model").add_argument

@@ -102,7 +102,7 @@ def learn_rhymes(poems):
     One level of modularity (Blondel et al. 2008): the characters, the commonest first, join in turn the
     group of their partners that gains most over what their frequencies alone would bring about.
     """
-    counts = Counter(char for poem in poems for char in set(line_ends(poem)))
+    counts = Counter(char for poem in poems for char in dict.fromkeys(line_ends(poem)))
     partners = {char: Counter() for char, _ in counts.most_common()}
     for poem in poems:
         for a, b in combinations(sorted(set(line_ends(poem))), 2):
