@@ -32,8 +32,6 @@ from gpt import (
     DecodingError,
     UserError,
     check_sampling,
-    draw,
-    exponential_noise,
     load_checkpoint,
     pick_device,
     probabilities,
@@ -69,7 +67,7 @@ TIMED_RUNS = 5  # the median of so many
 
 TEMPERATURE = 0.8  # of the poet, unless --temperature says otherwise
 BATCH = 64  # poems written at once
-FIRST_LINES = 6  # candidates for the first line of a poem in a form
+CANDIDATES = 4  # first lines written for one that is taken, of poems in a form
 
 EX1_TOP_P = 0.9  # exercise 1: beside TOP_K, both at temperature HOT
 EX1_POEMS = 3
@@ -107,29 +105,32 @@ def begin(model, vocab, prompt, n=1):
 
 
 def first_lines(model, vocab, start, rule, end, generator=None, temperature=1.0, **knobs):
-    """Go on from start (n, T) to the end of a first line of `end` characters -> ids (n, 1 + end).
+    """Go on from start (n, T), equal rows, to the end of a first line of `end` characters -> ids (n, 1 + end).
 
-    The line is drawn as from the poems that keep the rule. The rule alone does not do that: it pads or
-    cuts a line that the model began for another form. Here each poem has FIRST_LINES candidates, and
-    one is drawn by its weight, the product of the probability that the rule left it at each character
-    and at its mark (importance resampling).
+    The lines are drawn as from the poems that keep the rule. The rule alone does not do that: it pads or
+    cuts a line that the model began for another form. Here CANDIDATES lines are written for each poem,
+    and n of them all are drawn by their weight, the product of the probability that the rule left at
+    each character and at the mark (importance resampling).
     """
-    n = len(start)
-    weights = torch.zeros(n * FIRST_LINES, device=start.device)
-    marks = constraint([["，。"]], vocab)(start[:, :1])  # (V,)
+    rows = start[:1].expand(max(len(start), 16), -1)  # a single poem needs some more candidates
+    marks = constraint([["，。"]], vocab)(start[:1, :1])  # (V,)
+    weights = torch.zeros(CANDIDATES, len(rows), device=start.device)
 
     def open_end(ids):  # two marks to choose from: so the mark is not put in, but drawn, and weighed
         return marks if ids.size(1) == 1 + end else rule(ids)
 
-    def weigh(logits, allowed):
-        mass = (probabilities(logits, temperature=temperature) * allowed).sum(dim=-1)
-        weights.add_(mass.clamp(min=1e-30).log())
+    lines = []
+    for weight in weights:  # a batch at a time: what it needs fits a CPU's cache
 
-    knobs |= {"temperature": temperature, "generator": generator, "constraint": open_end, "watch": weigh}
-    lines = start.repeat_interleave(FIRST_LINES, dim=0)
-    lines = model.generate(lines, end + 2 - start.size(1), **knobs)[:, :-1].view(n, FIRST_LINES, -1)
-    noise = next(exponential_noise(generator, n, FIRST_LINES))
-    return lines[torch.arange(n), draw(weights.view(n, -1).softmax(dim=-1), noise)]
+        def weigh(logits, allowed, weight=weight):
+            probs = (logits / max(temperature, 0.01)).softmax(dim=-1)
+            weight += torch.where(allowed, probs, 0.0).sum(dim=-1).clamp(min=1e-30).log()
+
+        options = {"temperature": temperature, "generator": generator, "constraint": open_end, "watch": weigh}
+        lines.append(model.generate(rows, end + 2 - start.size(1), **options, **knobs)[:, :-1])
+    noise = torch.rand(weights.shape, generator=generator).clamp(min=2**-25).to(weights.device)
+    scores = weights - noise.log().neg().log()  # Gumbel-max: the n largest are n draws without repeats
+    return torch.cat(lines)[scores.flatten().topk(len(start)).indices]
 
 
 def constraint(templates, vocab, prosody=None):

@@ -280,11 +280,12 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     """
     check_sampling(temperature, top_k, top_p)
     if allowed is not None:  # lesson: constrained decoding
-        logits = logits.masked_fill(~allowed, float("-inf"))
+        logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
         top_k = 1
     elif temperature != 1:  # lesson: temperature; less the maximum, or a small one would overflow
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
+        logits = logits - logits.amax(dim=-1, keepdim=True)
+        logits /= max(temperature, 1e-30)
     if top_k is not None:  # lesson: top-k; a threshold would keep all that tie with the k-th
         values, ids = logits.topk(min(top_k, logits.size(-1)))
         logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, values)

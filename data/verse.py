@@ -118,10 +118,8 @@ class TemplateConstraint:
         if self.prosody is None or self.is_fixed[t]:
             return self.masks[now].any(axis=0)  # (V,)
         fits = self.masks[self.places[:, :t], written[:, None]].all(axis=-1)  # (B, P)
-        allowed = np.zeros((len(ids), len(self.groups)), dtype=bool)
-        for entry in np.unique(now):
-            rows = fits[:, now == entry].any(axis=1)  # (B,): those that may go on so
-            allowed |= rows[:, None] & self.masks[entry]
+        kinds, row_kinds = np.unique(fits, axis=0, return_inverse=True)  # rows that fit the same templates
+        allowed = np.array([self.masks[now[kind]].any(axis=0) for kind in kinds])[row_kinds.ravel()]  # (B, V)
         if self.is_rhyme[:, t].any():
             allowed &= self.rhyming(written, fits)
         return self.without_repeats(allowed, written)
