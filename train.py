@@ -188,6 +188,7 @@ class Run:
             raise UserError(str(error), 2) from None
         self.optimizers = make_optimizers(self.model, p)
         self.step, self.seconds, self.best = 0, 0.0, math.inf
+        self.printed = time.monotonic()  # when the last line of progress was
         self.losses, self.log = [], []  # of the steps since the last evaluation; a row an evaluation
         self.files = {path: signature(path) for path in (self.out, self.resume_path)}  # as this run left them
 
@@ -325,10 +326,10 @@ class Run:
             bar.update()
         except OSError:  # the terminal is gone
             bar.disable = True
-        if bar.disable and time.monotonic() - bar.start_t > LOG_SECONDS:
+        if bar.disable and time.monotonic() - self.printed > LOG_SECONDS:
             left = tqdm.format_interval((self.p.steps - self.step) * self.seconds / self.step)
             say(f"step {self.step:,}/{self.p.steps:,}  {progress}  {left} left")
-            bar.start_t = time.monotonic()
+            self.printed = time.monotonic()
 
 
 def signature(path):
