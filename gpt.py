@@ -67,9 +67,11 @@ class KVCache:
         total = start + k.size(2)
         if total > self.k.size(2):
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
-        self.k[:, :, start:total] = k  # a single row is stored for all: a prefix they share
+        self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        return self.k[: len(k), :, :total], self.v[: len(k), :, :total]  # (B, G, total, C/H) each
+        if start == 0:  # a prefix that all rows share comes as one row, and is stored for all
+            return k, v
+        return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
@@ -204,8 +206,10 @@ class GPT(nn.Module):
         """
         check_sampling(**knobs)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
-        if T < 1 or max_new_tokens < 0:
-            raise ValueError(f"{max_new_tokens} characters after {T}; write at least 0 after 1")
+        if T < 1:
+            raise ValueError("the prompt is empty; a poem starts after a line break")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
         room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
         caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
         begin = max(0, T - block_size)  # where the window, the text that the model sees, begins
@@ -242,7 +246,8 @@ class GPT(nn.Module):
             idx = torch.cat([idx, next_id[:, None]], dim=1)  # (B, t + 1)
             if stop is not None and stopped.all():
                 break
-        return idx
+        with torch.inference_mode(False):
+            return idx.clone()  # an ordinary tensor again, which can be written to and trained on
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,7 +297,8 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     probs = logits.softmax(dim=-1)  # (B, V)
     if top_p is not None and top_p < 1:
         values, ids = probs.sort(descending=True)
-        values[values.cumsum(dim=-1) - values >= top_p] = 0  # the likelier ids already reach p
+        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # by the likelier ids, before each but the first
+        values[:, 1:].masked_fill_(reached, 0)
         probs = torch.zeros_like(probs).scatter(-1, ids, values)
         probs /= probs.sum(dim=-1, keepdim=True)
     # One NaN or infinity among the logits, or -inf for all of them, makes the whole row NaN.

@@ -1,9 +1,14 @@
-"""What the test files share: the project's folder on the path, one thread, and two kinds of small model."""
+"""What the test files share: the project's folder on the path, one thread, small models, seeded noise.
 
+`python -m pytest -q` runs all tests; `-m "not slow"` a core of them, in a few seconds.
+"""
+
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
@@ -15,6 +20,34 @@ torch.set_num_threads(1)
 
 TINY = {"vocab_size": 20, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "dropout": 0.0}
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals, fork and closed streams are POSIX only")
+real_corpus = pytest.mark.skipif(
+    not (ROOT / "data" / "tang.txt").exists(), reason="data/tang.txt is not made; python data/prepare.py makes it"
+)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than a second or so")
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def prompt(length, rows=1, seed=0):
+    """Random ids (rows, length) of 20 characters."""
+    return torch.randint(20, (rows, length), generator=seeded(seed))
+
+
+def cached_and_not(model, idx, new, seed=0, **knobs):
+    """The ids with the cache, after checking that the ids without it are the same."""
+    cached = model.generate(idx, new, use_cache=True, generator=seeded(seed), **knobs)
+    uncached = model.generate(idx, new, use_cache=False, generator=seeded(seed), **knobs)
+    assert cached.shape == uncached.shape
+    differing = (cached != uncached).nonzero().tolist()
+    assert not differing, f"row and place of the first difference: {differing[0]}, seed {seed}, {knobs}"
+    return cached
+
 
 @pytest.fixture(scope="session")
 def tiny():
@@ -22,10 +55,9 @@ def tiny():
 
     def make(seed=0, **sizes):
         model = GPT(GPTConfig(**TINY | sizes)).eval()
-        generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             if weight.ndim == 2:
-                nn.init.normal_(weight, std=0.3, generator=generator)
+                nn.init.normal_(weight, std=0.3, generator=seeded(seed + weight.numel()))
         return model
 
     return make
@@ -41,7 +73,7 @@ def stub():
         table = table.expand(V, V)
         model = GPT(GPTConfig(V, block_size, n_layer=1, n_head=1, n_embd=V, dropout=0.0)).eval()
         nn.init.eye_(model.wte.weight)  # the head passes on what it reads
-        model.hidden = lambda idx, caches=None, start=0: table[idx]  # (B, T, V)
+        model.hidden = lambda idx, caches=None, start=0, layers=None: table[idx]  # (B, T, V)
         return model
 
     return make

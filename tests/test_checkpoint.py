@@ -44,7 +44,7 @@ def rewrite(path, change):
 
 
 def test_what_is_saved_is_loaded(saved):
-    """K1: the same weights, characters and info come back, in eval mode, and write the same."""
+    """The same weights, characters and info come back, in eval mode, and write the same."""
     path, model = saved
     loaded, vocab, info = load_checkpoint(path)
     assert (vocab.chars, info, loaded.config) == (VOCAB.chars, INFO, model.config)
@@ -64,7 +64,7 @@ class RunsCode:
 
 @pytest.mark.parametrize("how", ["torch.save", "pickle", "old torch.save", "inside info"])
 def test_code_in_a_file_is_not_run(saved, tmp_path, how):
-    """K1: a checkpoint that runs code when it is read; it is refused, by name, and the code does not run."""
+    """A checkpoint that runs code when it is read; it is refused, by name, and the code does not run."""
     path, ran = saved[0], tmp_path / "ran"
     bad = RunsCode(ran)
     if how == "torch.save":
@@ -81,7 +81,7 @@ def test_code_in_a_file_is_not_run(saved, tmp_path, how):
 
 
 def test_values_in_a_file_are_plain(saved):
-    """K1, K5: paths, numpy numbers or classes in a file break on another system; all values are walked."""
+    """Paths, numpy numbers or classes in a file break on another system; all values are walked."""
 
     def walk(value):
         assert type(value) in (torch.Tensor, str, int, float, bool, list, dict), type(value)
@@ -98,7 +98,7 @@ def test_values_in_a_file_are_plain(saved):
 
 
 def test_prefix_of_torch_compile(saved):
-    """K2: torch.compile puts _orig_mod. before every name; such a file loads."""
+    """Torch.compile puts _orig_mod. before every name; such a file loads."""
     path, model = saved
     rewrite(path, lambda s: s.update(weights={f"_orig_mod.{name}": w for name, w in s["weights"].items()}))
     loaded = load_checkpoint(path)[0]
@@ -118,7 +118,7 @@ WRONG_WEIGHTS = {
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
 def test_weights_that_do_not_match_are_named(saved, name):
-    """K2, K6: missing, unknown, renamed or misshapen weights were ignored; every one is named, in one line."""
+    """Missing, unknown, renamed or misshapen weights were ignored; every one is named, in one line."""
     change, names = WRONG_WEIGHTS[name]
     rewrite(saved[0], lambda s: change(s["weights"]))
     with pytest.raises(CheckpointError) as caught:
@@ -146,7 +146,7 @@ WRONG_PARTS = {
 
 @pytest.mark.parametrize("name", WRONG_PARTS)
 def test_parts_that_do_not_fit_are_named(saved, name):
-    """K2, K6: a file whose parts do not fit gave wrong text or an error of Python's; both values are named."""
+    """A file whose parts do not fit gave wrong text or an error of Python's; both values are named."""
     change, message = WRONG_PARTS[name]
     rewrite(saved[0], change)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -155,7 +155,7 @@ def test_parts_that_do_not_fit_are_named(saved, name):
 
 
 def test_a_damaged_file_is_named(saved):
-    """K1, K4: a file cut short anywhere, junk, an HTML page: a CheckpointError with its name, nothing else."""
+    """A file cut short anywhere, junk, an HTML page: a CheckpointError with its name, nothing else."""
     path = saved[0]
     whole = path.read_bytes()
     damaged = [whole[: len(whole) * i // 40] for i in range(40)]
@@ -170,7 +170,7 @@ def test_a_damaged_file_is_named(saved):
 
 
 def test_a_file_from_a_gpu_opens_on_the_cpu(saved, monkeypatch):
-    """K3: tensors saved on a GPU asked for one where they were read; the file is made to say cuda:0."""
+    """Tensors saved on a GPU asked for one where they were read; the file is made to say cuda:0."""
     path, model = saved
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     save_checkpoint(path, model, VOCAB, INFO)
@@ -182,7 +182,7 @@ def test_a_file_from_a_gpu_opens_on_the_cpu(saved, monkeypatch):
 @pytest.mark.parametrize("weight", ["wte", "wpe", "c_attn", "ln_f"])
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_nan_weight_is_an_error(saved, weight, temperature):
-    """N1: a NaN weight ended in junk; writing stops at the step that meets it, greedy too."""
+    """A NaN weight ended in junk; writing stops at the step that meets it, greedy too."""
 
     def damage(state):
         name = next(name for name in state["weights"] if weight in name)
@@ -208,7 +208,7 @@ class Unpicklable:
 
 
 def test_a_save_that_raises_in_the_middle(saved):
-    """K4: an error half way through a save destroyed the good file."""
+    """An error half way through a save destroyed the good file."""
     path, before = saved[0], saved[0].read_bytes()
     with pytest.raises(RuntimeError, match="in the middle"):
         save_state(path, {"weights": torch.ones(100000), "bad": Unpicklable()})
@@ -219,7 +219,7 @@ def test_a_save_that_raises_in_the_middle(saved):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_the_old_file(saved, monkeypatch, call, error):
-    """K4, L5: a full disk or Ctrl-C in a write lost the old file, or left a half one; the error names the path."""
+    """A full disk or Ctrl-C in a write lost the old file, or left a half one; the error names the path."""
     path, before = saved[0], saved[0].read_bytes()
 
     def fails(*args):
@@ -249,7 +249,7 @@ def child(code, *args):
 
 @pytest.mark.skipif(os.name != "posix", reason="a limit on the size of files, and fork, are POSIX only")
 def test_full_disk_and_kill(tmp_path):
-    """K4: a real full disk (a limit on file size) and a kill -9 in the middle of a save: the old file, whole."""
+    """A real full disk (a limit on file size) and a kill -9 in the middle of a save: the old file, whole."""
     path = tmp_path / "gpt.pt"
     result = child(
         """
@@ -285,7 +285,7 @@ for name in ("fsync", "replace"):
 
 
 def test_write_file(tmp_path):
-    """K4: the bytes arrive as they are, missing folders are made, an old file is replaced, nothing else is left."""
+    """The bytes arrive as they are, missing folders are made, an old file is replaced, nothing else is left."""
     name = os.fsdecode("诗.txt".encode())  # in a locale without Chinese too
     path = tmp_path / "new" / "folder" / name
     for data in (b"one\r\ntwo\n\x00\xff", b"", "春风".encode()):
@@ -295,7 +295,7 @@ def test_write_file(tmp_path):
 
 
 def test_write_file_names_what_it_cannot_write(tmp_path):
-    """K4: a folder in the way, or a file where a folder should be, is an OSError that names the path."""
+    """A folder in the way, or a file where a folder should be, is an OSError that names the path."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"old")
     for path in (tmp_path / "folder", tmp_path / "file" / "gpt.pt"):
@@ -311,7 +311,7 @@ def test_write_file_names_what_it_cannot_write(tmp_path):
 
 
 def test_vocabulary():
-    """K6, X2: encode and decode undo each other; every unknown character is named once, with its code point."""
+    """Encode and decode undo each other; every unknown character is named once, with its code point."""
     text = "春眠不觉晓，处处闻啼鸟。\n"
     assert VOCAB.encode(text).shape == (1, len(text))
     assert VOCAB.decode(VOCAB.encode(text)[0].tolist()) == VOCAB.decode(VOCAB.encode(text)[0]) == text
@@ -328,6 +328,6 @@ def test_vocabulary():
     [("vocab_size", 0), ("block_size", -1), ("n_layer", 2.0), ("n_head", 0), ("dropout", float("nan"))],
 )
 def test_sizes_that_make_no_model(name, value):
-    """K6: sizes that make no model are refused with the value."""
+    """Sizes that make no model are refused with the value."""
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         GPTConfig(**{"vocab_size": 20, name: value})

@@ -115,7 +115,7 @@ WRONG = [
 
 @pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: " ".join(arguments)[:30])
 def test_wrong_values_are_refused_before_a_model_is_loaded(program, arguments):
-    """S1, S2, S3: a value out of range was found late or never; status 2, by its flag, though there is no model."""
+    """A value out of range was found late or never; status 2, by its flag, though there is no model."""
     status, out, err = program("--checkpoint", "nowhere.pt", *arguments)
     assert (status, out) == (2, "")
     assert arguments[0] in error(err)
@@ -161,14 +161,14 @@ def test_what_does_not_go_together(program, arguments):
     ],
 )
 def test_extreme_values_work(program, arguments):
-    """S1, S2, S3, C1: a value at the end of its range ended in a traceback or in nothing."""
+    """A value at the end of its range ended in a traceback or in nothing."""
     status, out, err = program(*arguments)
     assert (status, bool(out)) == (0, True), err
 
 
 @pytest.mark.parametrize("device", ["nonsense", "", "cuda:99", "cpu:-1", "mps:7", "hpu", "meta"])
 def test_devices_that_are_not_there(program, device):
-    """K3: a device that is not there, or that computes nothing, ended in a traceback."""
+    """A device that is not there, or that computes nothing, ended in a traceback."""
     if device == "cuda:99" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     status, out, err = program("--prompt", "春", "--device", device)
@@ -192,7 +192,7 @@ def test_stdout_carries_the_poems_alone(program):
 
 
 def test_130_poems(program):
-    """S8: poems lost, doubled or joined at the end of a batch of 64."""
+    """Poems lost, doubled or joined at the end of a batch of 64."""
     status, out, _ = program("--form", "七绝", "-n", 130, "--seed", 3, "--temperature", 1)
     lines = out.splitlines(keepends=True)
     assert (status, len(lines), len(set(lines))) == (0, 130, 130)
@@ -204,7 +204,7 @@ def test_130_poems(program):
 
 
 def test_notices_are_on_stderr(program):
-    """X1, C1: what was changed, how far the model sees and what was cut is said, and not among the poems."""
+    """What was changed, how far the model sees and what was cut is said, and not among the poems."""
     status, out, err = program("--prompt", "春, 风" + "云" * 14, "--max-chars", 3, "--temperature", 0, "--seed", 1)
     assert (status, len(out)) == (0, 21)
     model, *notices = err.splitlines()
@@ -230,13 +230,13 @@ def test_seed_is_printed_and_works_again(program):
 
 
 def test_a_prompt_with_a_line_break_is_one_poem(program):
-    """X3, X6: a line break inside a prompt made two lines of a poem; one poem is one line, or it is refused."""
+    """A line break inside a prompt made two lines of a poem; one poem is one line, or it is refused."""
     status, out, err = program("--prompt", "春风\n云", "-n", 3, "--seed", 1)
     assert status == 2 or out.count("\n") == 3, out
 
 
 def test_unknown_characters(program):
-    """X2: an unknown character in a prompt, heads or --next: all of them named, status 2, nothing written."""
+    """An unknown character in a prompt, heads or --next: all of them named, status 2, nothing written."""
     for flag in ("--prompt", "--acrostic", "--next"):
         status, out, err = program(flag, "春A😀A")
         assert (status, out) == (2, "")
@@ -250,7 +250,7 @@ def test_unknown_characters(program):
 
 @pytest.mark.parametrize("name", ["missing.pt", "damaged.pt", "page.pt", "latin.pt", "."])
 def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
-    """K1, K6: a missing, damaged or foreign checkpoint ended in a traceback; one line names it, status 1."""
+    """A missing, damaged or foreign checkpoint ended in a traceback; one line names it, status 1."""
     for arguments in ([], ["--prompt", "春"], ["--next", "春"], ["--exercise", 2]):
         status, out, err = program("--checkpoint", checkpoints / name, *arguments)
         assert (status, out) == (1, "")
@@ -276,7 +276,7 @@ def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
     ids=str,
 )
 def test_a_nan_weight(program, checkpoints, arguments):
-    """N1: a NaN weight ended in the sampler's own error, in junk or in shares of nan%; greedy too."""
+    """A NaN weight ended in the sampler's own error, in junk or in shares of nan%; greedy too."""
     status, out, err = program("--checkpoint", checkpoints / "nan.pt", *arguments)
     assert status == 1
     assert "non-finite logits" in error(err)
@@ -365,7 +365,7 @@ def argument_lists(folder):
 
 
 def test_500_argument_lists(program, checkpoints, tmp_path):
-    """X2, X4, S1-S3: some list of arguments ended in a traceback, another status, or files nobody asked for."""
+    """Some list of arguments ended in a traceback, another status, or files nobody asked for."""
     before = {path.name: path.read_bytes() for path in checkpoints.iterdir()}
     statuses = []
     for arguments in argument_lists(checkpoints):
@@ -469,7 +469,7 @@ def finished(home, checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith(("demo", "prompt", "help"))])
 def test_the_same_everywhere(finished, name):
-    """L1, X7, X4: in a legacy code page, without a locale, to a file or a pipe: status 0, the whole output in UTF-8."""
+    """In a legacy code page, without a locale, to a file or a pipe: status 0, the whole output in UTF-8."""
     status, out, err = finished[name]
     assert (status, out) == (0, finished[name.split(",")[0]][1])
     if "warned" in name:  # torch has warnings of its own, and test_default_encodings looks at ours
@@ -485,14 +485,14 @@ def test_the_same_everywhere(finished, name):
 
 
 def test_default_encodings(finished, home):
-    """X7: a file of ours was opened in the system's encoding."""
+    """A file of ours was opened in the system's encoding."""
     status, out, err = finished["demo, default encodings warned of"]
     assert "「春风」出现 1 次" in out  # so the corpus was read
     assert not [line for line in err.splitlines() if str(home) in line]
 
 
 def test_errors_in_ascii(finished):
-    """L1: an error message that holds Chinese died in a legacy code page."""
+    """An error message that holds Chinese died in a legacy code page."""
     status, out, err = finished["wrong form, ascii"]
     assert (status, out) == (2, "")
     assert "五绝" in error(err)
@@ -501,13 +501,13 @@ def test_errors_in_ascii(finished):
 @posix
 @pytest.mark.parametrize("name", ["GBK", "GBK, no locale"])
 def test_arguments_that_are_not_utf8(finished, name):
-    """X4: undecodable bytes ended in a traceback or in another poem; status 2 and one line."""
+    """Undecodable bytes ended in a traceback or in another poem; status 2 and one line."""
     status, out, err = finished[name]
     assert (status, out, err) == (2, "", r"generate.py: argument b'\xb4\xba\xb7\xe7' is not UTF-8")
 
 
 def test_real_processes_do_as_the_program_here(finished, program, checkpoints):
-    """X2, X4: some of the 500 lists of arguments ended otherwise in a process of its own."""
+    """Some of the 500 lists of arguments ended otherwise in a process of its own."""
     lists = list(argument_lists(checkpoints))
     numbers = [name for name in finished if isinstance(name, int)]
     assert len(numbers) == 30
@@ -536,7 +536,7 @@ def start(home, *arguments):
 
 @pytest.mark.parametrize("arguments", [["-n", "1000000", "--seed", "1"], ["--demo", "1", "2", "3", "4", "5"]])
 def test_a_reader_that_has_seen_enough(home, arguments):
-    """L4: a closed pipe ended in a traceback; the first line is there, stderr holds none of it, status 0."""
+    """A closed pipe ended in a traceback; the first line is there, stderr holds none of it, status 0."""
     process = start(home, *arguments)
     first = process.stdout.readline()
     process.stdout.close()
@@ -552,7 +552,7 @@ def test_a_reader_that_has_seen_enough(home, arguments):
 
 @posix
 def test_ctrl_c_while_writing(home):
-    """L5: Ctrl-C ended in a traceback; status 130, and a whole first poem."""
+    """Ctrl-C ended in a traceback; status 130, and a whole first poem."""
     process = start(home, "-n", "1000000", "--form", "五绝", "--seed", "1")
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -565,7 +565,7 @@ def test_ctrl_c_while_writing(home):
 
 @posix
 def test_ctrl_c_while_torch_is_loaded(home, tmp_path):
-    """L5: Ctrl-C in the first second was swallowed inside torch's import, and the run went on."""
+    """Ctrl-C in the first second was swallowed inside torch's import, and the run went on."""
     shutil.copy(home / "generate.py", tmp_path)
     (tmp_path / "gpt.py").write_text(
         """
@@ -588,7 +588,7 @@ def run(main):
 @posix
 @pytest.mark.parametrize("arguments", [["--help"], ["--form", "绝"], ["--prompt", "春"], ["--demo", "1"]])
 def test_without_a_stdout(home, arguments):
-    """L4: a program started with its stdout closed ended in a traceback."""
+    """A program started with its stdout closed ended in a traceback."""
     result = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, home / "generate.py", *map(as_argument, arguments)],
         env=clean_environment(PYTHONUTF8="1"),

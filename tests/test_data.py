@@ -127,7 +127,7 @@ def only(target):
 
 @pytest.mark.parametrize("source", ["folder", "archive"])
 def test_a_source_gives_the_corpus(source, target, request, capsys):
-    """D3-D6: files in the wrong order, files of the same name elsewhere, a dropped poem without its reason."""
+    """Files in the wrong order, files of the same name elsewhere, a dropped poem without its reason."""
     assert prepare.prepare(target, request.getfixturevalue(source)) == CORPUS
     assert target.read_bytes() == CORPUS
     assert only(target)
@@ -140,7 +140,7 @@ def test_a_source_gives_the_corpus(source, target, request, capsys):
 
 
 def test_reasons():
-    """D4-D6: a poem with □, {鼓/甬}, a note or a foreign sign kept, or dropped under another's reason."""
+    """A poem with □, {鼓/甬}, a note or a foreign sign kept, or dropped under another's reason."""
     convert = prepare.converter()
     for text, reason in OTHERS:
         poems, dropped = prepare.select([verse(0)[1], convert(text)])
@@ -148,7 +148,7 @@ def test_reasons():
 
 
 def test_forms():
-    """D3: a form other than 2 or 4 couplets of five or seven, one length throughout, is let in; or one of those not."""
+    """A form other than 2 or 4 couplets of five or seven, one length throughout, is let in; or one of those not."""
     couplet = {n: "山" * n + "，" + "水" * n + "。" for n in (4, 5, 6, 7)}
     kept = [couplet[n] * k for n in (5, 7) for k in (2, 4)]
     others = [couplet[n] * k for n in (5, 7) for k in (1, 3, 5, 6)] + [couplet[4] * 2, couplet[6] * 4]
@@ -158,7 +158,7 @@ def test_forms():
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u0085", "\u000b", "\u000c", "\u001c"])
 def test_only_a_newline_ends_a_line(sign, tmp_path):
-    """X6: U+2028 and its kind split a poem, in the corpus or when it is read."""
+    """U+2028 and its kind split a poem, in the corpus or when it is read."""
     poem = verse(1)[1].replace("风", sign)
     assert prepare.select([poem])[0] == []
     (tmp_path / "poems.txt").write_bytes(f"{poem}\n{verse(2)[1]}\n".encode())
@@ -166,12 +166,12 @@ def test_only_a_newline_ends_a_line(sign, tmp_path):
 
 
 def test_folder_itself(folder, target):
-    """D2: only a clone's root is taken as --source, not the folder with the files."""
+    """Only a clone's root is taken as --source, not the folder with the files."""
     assert prepare.prepare(target, folder / TANG) == CORPUS
 
 
 def test_folder_that_lacks_a_file(folder, target):
-    """D1: a source with 57 of the 58 files makes a corpus."""
+    """A source with 57 of the 58 files makes a corpus."""
     (folder / TANG / prepare.FILES[-1]).unlink()
     with pytest.raises(Stop, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json") as stop:
         prepare.prepare(target, folder)
@@ -182,7 +182,7 @@ def test_folder_that_lacks_a_file(folder, target):
 
 
 def test_archive_writes_nothing(tmp_path, target):
-    """D2: ../, absolute names and links in the archive write a file or read one outside of it."""
+    """../, absolute names and links in the archive write a file or read one outside of it."""
     secret = tmp_path / "secret.json"
     secret.write_bytes(poem_file("outside"))
     files = source_files()
@@ -204,7 +204,7 @@ def test_archive_writes_nothing(tmp_path, target):
 
 @pytest.mark.parametrize("end", [0, 1, 3, 9, 20, 100, 3000, -1000])
 def test_archive_cut_short(end, archive, target):
-    """D1: part of an archive is taken for all of it, or ends in a traceback."""
+    """Part of an archive is taken for all of it, or ends in a traceback."""
     archive.write_bytes(archive.read_bytes()[:end])
     with pytest.raises(Stop, match="not a whole .tgz|lacks"):
         prepare.prepare(target, archive)
@@ -220,7 +220,7 @@ def test_archive_cut_short(end, archive, target):
     [b"", b"\x00\xff junk", b"<!DOCTYPE html><title>Sign in</title>", CORPUS[:-1], CORPUS.replace(b"\n", b"\r\n")],
 )
 def test_wrong_file_is_made_again(found, folder, target, capsys):
-    """D1: 0 bytes, junk, a page or half a corpus at the final name is trusted, or replaced without a word."""
+    """0 bytes, junk, a page or half a corpus at the final name is trusted, or replaced without a word."""
     target.parent.mkdir()
     target.write_bytes(found)
     assert prepare.prepare(target, folder) == CORPUS
@@ -231,7 +231,7 @@ def test_wrong_file_is_made_again(found, folder, target, capsys):
 
 
 def test_right_file_is_left_alone(target, monkeypatch, capsys):
-    """D1, D7: a corpus that is whole and right is built again, or needs opencc."""
+    """A corpus that is whole and right is built again, or needs opencc."""
     target.parent.mkdir()
     target.write_bytes(CORPUS)
     before = target.stat().st_mtime_ns
@@ -242,7 +242,7 @@ def test_right_file_is_left_alone(target, monkeypatch, capsys):
 
 
 def test_another_corpus_is_refused(folder, target, monkeypatch):
-    """D7: a corpus with another SHA-256 is written, over the older file."""
+    """A corpus with another SHA-256 is written, over the older file."""
     target.parent.mkdir()
     target.write_bytes(b"older")
     monkeypatch.setattr(prepare, "SHA256", sha256(CORPUS + b"\n").hexdigest())
@@ -253,7 +253,7 @@ def test_another_corpus_is_refused(folder, target, monkeypatch):
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_failed_write_leaves_the_older_file(call, folder, target, monkeypatch):
-    """K4: a disk that fails in the middle of the write leaves half a corpus, or its temporary file."""
+    """A disk that fails in the middle of the write leaves half a corpus, or its temporary file."""
 
     def fail(*args):
         raise OSError(28, "No space left on device")
@@ -277,7 +277,7 @@ def killed_build(call, target, folder, digest):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork server and no SIGKILL")
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_killed_build_leaves_no_corpus(call, folder, target):
-    """K4, D1: kill -9 in the middle of the write leaves half a corpus at its final name."""
+    """Kill -9 in the middle of the write leaves half a corpus at its final name."""
     spawn = multiprocessing.get_context("forkserver")
     spawn.set_forkserver_preload(["torch._dynamo"])
     process = spawn.Process(target=killed_build, args=(call, target, folder, prepare.SHA256))
@@ -340,7 +340,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_broken_download(trouble, github, target):
-    """D1: a server that stops half way, closes, answers 404, a page or no HTTP gives a corpus, or a traceback."""
+    """A server that stops half way, closes, answers 404, a page or no HTTP gives a corpus, or a traceback."""
     github.trouble, message = TROUBLES[trouble]
     with pytest.raises(Stop, match=message) as stop:
         prepare.prepare(target)
@@ -350,7 +350,7 @@ def test_broken_download(trouble, github, target):
 
 
 def test_github_without_npm(github, target):
-    """D1: without npm the corpus cannot be had."""
+    """Without npm the corpus cannot be had."""
     assert prepare.prepare(target) == CORPUS
 
 
@@ -366,7 +366,7 @@ def npm(action):
 
 
 def test_npm_comes_first(tmp_path, target, monkeypatch):
-    """D1: the npm client is there and is not asked, or its archive is left lying about."""
+    """The npm client is there and is not asked, or its archive is left lying about."""
     folders = []
 
     def pack(folder):
@@ -401,7 +401,7 @@ NPM_FAILURES = {
 
 @pytest.mark.parametrize("failure", NPM_FAILURES)
 def test_github_when_npm_fails(failure, github, target, monkeypatch, capsys):
-    """D1: an npm that fails, brings nothing, half an archive or does not start ends it, or is passed over silently."""
+    """An npm that fails, brings nothing, half an archive or does not start ends it, or is passed over silently."""
     action, message = NPM_FAILURES[failure]
     monkeypatch.setattr(prepare.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(subprocess, "run", npm(action))
@@ -429,7 +429,7 @@ def no_such_package(name):
     ],
 )
 def test_another_opencc(package, version, found, folder, target, monkeypatch):
-    """D7: another release, another package or a stray file of the name opencc converts the corpus its own way."""
+    """Another release, another package or a stray file of the name opencc converts the corpus its own way."""
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"opencc": [package]} if package else {})
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(Stop, match=r"needs opencc 1\.4\.2: pip install") as stop:
@@ -439,7 +439,7 @@ def test_another_opencc(package, version, found, folder, target, monkeypatch):
 
 
 def test_no_opencc(folder, target, monkeypatch):
-    """D8: without opencc the corpus is made of unconverted text, or the import error is a traceback."""
+    """Without opencc the corpus is made of unconverted text, or the import error is a traceback."""
     monkeypatch.setitem(sys.modules, "opencc", None)
     with pytest.raises(Stop, match=r"needs opencc 1\.4\.2: pip install"):
         prepare.prepare(target, folder)
@@ -452,7 +452,7 @@ def test_no_opencc(folder, target, monkeypatch):
 
 @pytest.mark.skipif(not prepare.CORPUS.exists(), reason="data/tang.txt is not made; python data/prepare.py makes it")
 def test_the_real_corpus(monkeypatch, capsys):
-    """D3: the corpus is not the lesson's, holds a poem twice, or shares one between training and validation."""
+    """The corpus is not the lesson's, holds a poem twice, or shares one between training and validation."""
     monkeypatch.undo()
     data = prepare.CORPUS.read_bytes()
     assert prepare.check(data)

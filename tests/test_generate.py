@@ -46,7 +46,7 @@ def shape(n_char, n_lines):
 
 
 def test_form_is_a_template():
-    """S8: a form of the wrong lines, marks or places of the heads."""
+    """A form of the wrong lines, marks or places of the heads."""
     assert form(2, 3) == [ANY, ANY, "，", ANY, ANY, "。", ANY, ANY, "，"]
     assert form(2, 2, "春风") == ["春", ANY, "，", "风", ANY, "。"]
     assert form(1, 2, "春风") == ["春", "，", "风", "。"]
@@ -55,7 +55,7 @@ def test_form_is_a_template():
 
 
 def test_follow_allows_what_the_template_says():
-    """S5: a place that lets a mark or the line break through, or that counts from the wrong start."""
+    """A place that lets a mark or the line break through, or that counts from the wrong start."""
     rule = generate.follow([ANY, "，。", "春"], VOCAB, start=4)
     allowed = [{VOCAB.chars[i] for i in rule(torch.zeros(2, n)).nonzero()[:, 0]} for n in (4, 5, 6)]
     assert allowed == [set(LETTERS), {"，", "。"}, {"春"}]
@@ -64,7 +64,7 @@ def test_follow_allows_what_the_template_says():
 @pytest.mark.parametrize("temperature", [1.0, 50.0])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_have_their_shape(poet, name, temperature):
-    """S6, S8: a mark or a line break inside a line, at a high temperature too, or a poem that does not end."""
+    """A mark or a line break inside a line, at a high temperature too, or a poem that does not end."""
     poems = write(poet, VOCAB, n=50, template=form(*FORMS[name]), temperature=temperature, generator=seeded())
     assert len(set(poems)) == 50
     assert all(shape(*FORMS[name]).fullmatch(poem) for poem in poems)
@@ -72,7 +72,7 @@ def test_forms_have_their_shape(poet, name, temperature):
 
 @pytest.mark.parametrize("prompt", ["", "春", "春眠不觉学", "春眠不觉学，", "春眠不觉学，云水花明月。雪", "，"])
 def test_prompt_begins_a_form(poet, prompt):
-    """S8: a prompt that is counted twice, dropped, or shifts the marks."""
+    """A prompt that is counted twice, dropped, or shifts the marks."""
     if prompt == "，":  # one that is whole already
         prompt = "春眠不觉学，云水花明月。春眠不觉学，云水花明月。"
     generate.fit(form(5, 4), prompt, "五绝")
@@ -93,7 +93,7 @@ def test_prompt_begins_a_form(poet, prompt):
     ],
 )
 def test_prompt_that_cannot_fit(prompt, said):
-    """S8: a prompt that a form cannot begin with was bent or cut; it is refused with the reason, status 2."""
+    """A prompt that a form cannot begin with was bent or cut; it is refused with the reason, status 2."""
     with pytest.raises(Stop, match=re.escape(said)) as stop:
         generate.fit(form(5, 4), prompt, "五绝")
     assert stop.value.status == 2
@@ -101,7 +101,7 @@ def test_prompt_that_cannot_fit(prompt, said):
 
 @pytest.mark.parametrize("n_char", [1, 2, 5, 7, 12])
 def test_acrostics(poet, stub, n_char):
-    """S8: heads lost, lines of another length, marks out of turn; with random heads, and a model that avoids them."""
+    """Heads lost, lines of another length, marks out of turn; with random heads, and a model that avoids them."""
     chance = random.Random(n_char)
     for trial in range(16):
         heads = "".join(chance.choices(LETTERS, k=chance.randint(1, 9)))
@@ -116,7 +116,7 @@ def test_acrostics(poet, stub, n_char):
 
 
 def test_acrostic_as_in_the_lesson(poet):
-    """S8: acrostic(heads) alone is seven characters a line at temperature 0.8."""
+    """Acrostic(heads) alone is seven characters a line at temperature 0.8."""
     short = acrostic(poet, VOCAB, "春眠不觉", generator=seeded())
     assert short == acrostic(poet, VOCAB, "春眠不觉", n_char=7, temperature=0.8, n=1, generator=seeded())
     assert shape(7, 4).fullmatch(short[0])
@@ -126,7 +126,7 @@ def test_acrostic_as_in_the_lesson(poet):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_model_that_never_ends_a_line(stub, use_cache):
-    """S8: endless loop in wait of an end; a free poem is cut, a form and an acrostic have all their lines."""
+    """Endless loop in wait of an end; a free poem is cut, a form and an acrostic have all their lines."""
     model = stub(logits(line_break=-1e9, comma=-1e9, full_stop=-1e9))
     free = write(model, VOCAB, "春", 3, max_chars=30, use_cache=use_cache, generator=seeded())
     assert [len(poem) for poem in free] == [31] * 3
@@ -138,7 +138,7 @@ def test_a_model_that_never_ends_a_line(stub, use_cache):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_model_that_ends_at_once(stub, use_cache):
-    """S8: an acrostic of one line, or of empty lines, because the model had ended the poem."""
+    """An acrostic of one line, or of empty lines, because the model had ended the poem."""
     model = stub(logits(line_break=1e9))
     assert write(model, VOCAB, "春", 3, use_cache=use_cache) == ["春\n"] * 3
     (poem,) = acrostic(model, VOCAB, "春眠不觉", 5, use_cache=use_cache)
@@ -172,7 +172,7 @@ def test_has_marks(poem, right):
 
 @pytest.mark.parametrize("template", [None, form(5, 4), form(7, 3, "春眠不")])
 def test_cache_does_not_change_a_poem(poet, template):
-    """C6: the same seed wrote another poem without the cache, past the window of 16 too."""
+    """The same seed wrote another poem without the cache, past the window of 16 too."""
     for seed in range(4):
         both = [
             write(poet, VOCAB, n=3, template=template, temperature=1.0, use_cache=use_cache, generator=seeded(seed))
@@ -274,7 +274,7 @@ LESSON_6 = """\
 
 
 def test_demo_6(capsys, monkeypatch):
-    """Demo 6 word for word the lesson's, given its times; C7: it says so when the cache is the slower one."""
+    """Demo 6 word for word the lesson's, given its times; it says so when the cache is the slower one."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(len(VOCAB))).eval()  # of the lesson's sizes
     times = {32: (0.0226, 0.0124), 64: (0.052, 0.026), 120: (0.1296, 0.0494)}
@@ -297,7 +297,7 @@ def break_the_cache(monkeypatch, position, factor):
 
 
 def test_demo_6_is_honest(poet, tiny, capsys, monkeypatch):
-    """C6: demo 6 says 完全一样 of 20 seeds, and names the first character that differs when the cache is broken."""
+    """Demo 6 says 完全一样 of 20 seeds, and names the first character that differs when the cache is broken."""
     start = torch.tensor([[BREAK]])
     assert [compare(poet, start, 120, seed) for seed in range(20)] == [None] * 20
     whole = tiny(vocab_size=len(VOCAB), block_size=128)
@@ -314,7 +314,7 @@ def test_demo_6_is_honest(poet, tiny, capsys, monkeypatch):
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_medians(monkeypatch, slow):
-    """C7: cold first runs counted, one path run before the other, or the two swapped."""
+    """Cold first runs counted, one path run before the other, or the two swapped."""
     calls = []
 
     def timed(model, start, n, use_cache):
@@ -328,7 +328,7 @@ def test_medians(monkeypatch, slow):
 
 
 def test_timed_runs_the_path_it_is_asked_for(poet, monkeypatch):
-    """C7: the path without the cache was timed with it."""
+    """The path without the cache was timed with it."""
     asked = []
     monkeypatch.setattr(poet, "generate", lambda start, n, use_cache, generator: asked.append((n, use_cache)))
     assert all(generate.timed(poet, torch.tensor([[BREAK]]), 9, use_cache) > 0 for use_cache in (True, False))
@@ -361,7 +361,7 @@ KNOBS = [
 @pytest.mark.parametrize("knobs", KNOBS)
 @pytest.mark.parametrize("constrained", [True, False])
 def test_replay_is_what_generate_saw(tiny, monkeypatch, knobs, constrained):
-    """C1, S7: the trace shows other logits or candidates than the choice was made from, past the window of 8."""
+    """The trace shows other logits or candidates than the choice was made from, past the window of 8."""
     model, sample = tiny(vocab_size=len(VOCAB)), gpt.sample
     for length in (1, 8, 9, 30):
         start, seen = torch.randint(3, len(VOCAB), (1, length), generator=seeded(length)), []
@@ -455,7 +455,7 @@ def test_trace_says_what_was_cut(stub, capsys):
 
 
 def test_trace_of_a_tie_at_temperature_0(stub, capsys):
-    """S1: of equal logits the likeliest that was drawn was another than the one that was left."""
+    """Of equal logits the likeliest that was drawn was another than the one that was left."""
     flags = ["--form", "五绝", "--seed", 1, "--temperature", 0, "--trace"]
     for row in poems(stub(logits()), capsys, *flags).err.splitlines()[-24:]:
         _, drawn, p, _, left, *_ = row.split()
@@ -463,7 +463,7 @@ def test_trace_of_a_tie_at_temperature_0(stub, capsys):
 
 
 def test_the_same_seed_is_the_same_poem(poet, capsys):
-    """C5: a poem depended on the commands before it, or on a global generator."""
+    """A poem depended on the commands before it, or on a global generator."""
     flags = ["--prompt", "春风", "-n", 3, "--temperature", 1, "--seed", 5]
     torch.manual_seed(1)
     alone = poems(poet, capsys, *flags).out
@@ -533,7 +533,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", [*RIGHT, *WRONG])
 def test_exercise_1_tells_right_from_wrong(poet, capsys, monkeypatch, name):
-    """S3: a wrong top-p passed for right, or a right one written another way for wrong."""
+    """A wrong top-p passed for right, or a right one written another way for wrong."""
     monkeypatch.setattr(generate, "my_top_p", {**RIGHT, **WRONG}[name])
     assert generate.check_exercise(1, poet, VOCAB) is (name in RIGHT)
     verdict = printed(capsys)[-1]
@@ -636,7 +636,7 @@ def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size
 
 
 def test_exercise_3_compares(poet, capsys, monkeypatch):
-    """C6: exercise 3 called a cache that changes the characters right."""
+    """Exercise 3 called a cache that changes the characters right."""
     monkeypatch.setattr(generate, "medians", lambda model, start, n, runs: (2, 1))
     break_the_cache(monkeypatch, position=300, factor=1e5)
     assert not generate.check_exercise(3, poet, VOCAB)
@@ -661,7 +661,7 @@ def test_exercise_3_compares(poet, capsys, monkeypatch):
     ],
 )
 def test_marks_and_spaces(text, cleaned, notice, capsys):
-    """X1: a half-width comma was a KeyError; marks and spaces are mapped, each kind is said once, on stderr."""
+    """A half-width comma was a KeyError; marks and spaces are mapped, each kind is said once, on stderr."""
     assert generate.clean(text, VOCAB, "--prompt", 16) == cleaned
     out, err = capsys.readouterr()
     assert out == ""
@@ -680,7 +680,7 @@ def test_marks_and_spaces(text, cleaned, notice, capsys):
     ],
 )
 def test_unknown_characters_are_all_listed(text, named):
-    """X1, X2: an unknown character crashed, or only the first was named; all are, once, with code points, status 2."""
+    """An unknown character crashed, or only the first was named; all are, once, with code points, status 2."""
     with pytest.raises(Stop) as stop:
         generate.clean(text, VOCAB, "--acrostic", 16)
     message = f"--acrostic: not in the vocabulary of {len(VOCAB)} characters: "
@@ -689,7 +689,7 @@ def test_unknown_characters_are_all_listed(text, named):
 
 @pytest.mark.parametrize("text", ["", " ", "\n", "\u3000", " \t\n\u3000\u2028"])
 def test_empty_prompts(text, poet, capsys):
-    """X3: an empty prompt crashed; it starts a poem as none does."""
+    """An empty prompt crashed; it starts a poem as none does."""
     assert generate.clean(text, VOCAB, "--prompt", 16) == ""
     flags = ["--form", "五绝", "--seed", 1]
     assert poems(poet, capsys, *flags, "--prompt", text) == poems(poet, capsys, *flags)
@@ -697,14 +697,14 @@ def test_empty_prompts(text, poet, capsys):
 
 @pytest.mark.parametrize("heads", ["", " ", "\n", "\u3000", "春，", "。"])
 def test_heads_that_are_none(heads, poet):
-    """X3: an acrostic without heads, or with marks for heads."""
+    """An acrostic without heads, or with marks for heads."""
     with pytest.raises(Stop, match="give the characters that begin the lines") as stop:
         generate.poems(poet, VOCAB, generate.parse_args(["--acrostic", heads]))
     assert stop.value.status == 2
 
 
 def test_traditional_characters(capsys):
-    """X2: traditional characters were unknown; they are converted, but not those the vocabulary has."""
+    """Traditional characters were unknown; they are converted, but not those the vocabulary has."""
     pytest.importorskip("opencc")
     assert generate.clean("風雲乾", VOCAB, "--prompt", 16) == "风云乾"
     assert capsys.readouterr().err == "--prompt: 風 → 风  雲 → 云\n"
@@ -713,7 +713,7 @@ def test_traditional_characters(capsys):
 
 
 def test_no_opencc(capsys, monkeypatch):
-    """D7-D8: without opencc nothing ran; simplified text needs none, traditional is refused, never taken as it is."""
+    """Without opencc nothing ran; simplified text needs none, traditional is refused, never taken as it is."""
     monkeypatch.setitem(sys.modules, "opencc", None)
     assert generate.clean("春风, 云", VOCAB, "--prompt", 16) == "春风，云"
     with pytest.raises(Stop, match="characters: 風 U\\+98A8  雲 U\\+96F2 .*when opencc is installed") as stop:
@@ -722,7 +722,7 @@ def test_no_opencc(capsys, monkeypatch):
 
 
 def test_import_runs_nothing():
-    """X7: importing generate.py ran it, or loaded torch; --help need not wait for that."""
+    """Importing generate.py ran it, or loaded torch; --help need not wait for that."""
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "numpy", "gpt", "opencc")))  # None: an import of it raises

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ settings.register_profile(
 settings.load_profile("gpt")
 
 TEMPERATURES = st.one_of(
-    st.sampled_from([0, 5e-324, 1e-40, 1e-12, 0.3, 1, 1.5, 1e30, 1e300]), st.floats(0.01, 100, allow_subnormal=False)
+    st.sampled_from([0, 5e-324, 1e-40, 1e-12, 0.3, 1, 1.5, 1e6]), st.floats(0.01, 100, allow_subnormal=False)
 )
 TOP_K = st.one_of(st.none(), st.integers(1, 12), st.just(10**6))
 TOP_P = st.one_of(st.none(), st.sampled_from([1e-300, 0.5, 0.9, 1]), st.floats(0, 1, exclude_min=True))
@@ -41,10 +42,11 @@ def choices(draw):
     return logits, allowed
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(choices(), TEMPERATURES, TOP_K, TOP_P, st.integers(0, 2**32))
 def test_sample(choice, temperature, top_k, top_p, seed):
-    """S1-S7, N2: ids in range, probability 0 never drawn, exact top-k, smallest top-p set, logits untouched."""
+    """Ids in range, probability 0 never drawn, exact top-k, smallest top-p set, logits untouched."""
     logits, allowed = choice
     before = logits.clone()
     B, V = logits.shape
@@ -53,7 +55,7 @@ def test_sample(choice, temperature, top_k, top_p, seed):
     after_k = probabilities(logits, **knobs, top_k=top_k)
     probs = probabilities(logits, **knobs, top_k=top_k, top_p=top_p)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([sample(logits, **knobs, top_k=top_k, top_p=top_p, generator=generator) for _ in range(5)])
+    ids = torch.stack([sample(logits, generator, **knobs, top_k=top_k, top_p=top_p) for _ in range(5)])
     assert logits.equal(before)
     assert ids.shape == (5, B)
     for b in range(B):
@@ -88,15 +90,16 @@ def test_sample(choice, temperature, top_k, top_p, seed):
 
         # the draw
         drawn = ids[:, b].tolist()
-        assert all(0 <= i < V and probs[b, i] > 0 and free[i] for i in drawn) or temperature == 0
+        assert all(0 <= i < V and probs[b, i] > 0 and free[i] for i in drawn)
         if temperature == 0:
             assert all(row[i] == max(row) for i in drawn)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data(), TEMPERATURES, TOP_K, TOP_P, st.integers(0, 2**32))
 def test_generate(tiny, data, temperature, top_k, top_p, seed):
-    """C1, C6, S5, S8: cached equals uncached, bounded, the prompt kept, stopped rows padded, nothing banned."""
+    """Cached equals uncached, bounded, the prompt kept, stopped rows padded, nothing banned."""
     B, T, new = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12)), data.draw(st.integers(0, 20))
     model = tiny(data.draw(st.integers(0, 3)), block_size=data.draw(st.integers(1, 9)))
     idx = torch.randint(20, (B, T), generator=torch.Generator().manual_seed(seed))

@@ -48,7 +48,7 @@ def numpy_weights(model):
 
 @torch.no_grad()
 def test_logits_equal_the_reference(model):
-    """C2: any slip in mask, position, head layout, scale, norm, GELU or tied head changes the logits."""
+    """Any slip in mask, position, head layout, scale, norm, GELU or tied head changes the logits."""
     for ids in texts(model):
         ours = model(torch.tensor(ids)[None])[0][0].numpy()
         theirs = reference.logits(numpy_weights(model), model.config.n_head, ids)
@@ -58,7 +58,7 @@ def test_logits_equal_the_reference(model):
 
 @torch.no_grad()
 def test_cached_steps_equal_the_reference_step_by_step(model):
-    """C3, C4: several characters on a filled cache, then one by one; mask or positions restart, jump or misalign."""
+    """Several characters on a filled cache, then one by one; mask or positions restart, jump or misalign."""
     weights, n_head = numpy_weights(model), model.config.n_head
     ids = texts(model)[-1]
     whole = reference.logits(weights, n_head, ids)
@@ -72,7 +72,7 @@ def test_cached_steps_equal_the_reference_step_by_step(model):
 
 @torch.no_grad()
 def test_generated_ids_are_the_likeliest_by_the_reference(model):
-    """C6: greedy ids from the cached run that are not those of the reference, character by character."""
+    """Greedy ids from the cached run that are not those of the reference, character by character."""
     prompt = torch.tensor(texts(model)[1])[None]  # (1, 7)
     ids = model.generate(prompt, model.config.block_size - 7, temperature=0)[0].numpy()
     logits = reference.logits(numpy_weights(model), model.config.n_head, ids)[6:-1]
@@ -82,7 +82,7 @@ def test_generated_ids_are_the_likeliest_by_the_reference(model):
 
 @torch.no_grad()
 def test_the_weights_are_gpt2s(model):
-    """design.md: the weights map one to one onto GPT-2's layout, and transformers computes the same from them."""
+    """The weights map one to one onto GPT-2's layout, and transformers computes the same from them."""
     pytest.importorskip("transformers")
     other = as_gpt2(model)
     for ids in texts(model):

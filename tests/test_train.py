@@ -109,7 +109,7 @@ def contents(folder):
     [(1, 0), (2, 0), (10, 0), (10, 1), (10, 4), (10, 9), (10, 10), (10, 11), (3, 100), (1, 100), (4000, 100)],
 )
 def test_learning_rates(steps, warmup):
-    """T1: a first learning rate of 0, a second peak, a jump where the parts join, a division by zero."""
+    """A first learning rate of 0, a second peak, a jump where the parts join, a division by zero."""
     p = parameters("--steps", steps, "--warmup", warmup)
     rates = [train.lr_factor(step, p) for step in range(steps)]
     assert all(0 < rate <= 1 for rate in rates)
@@ -128,7 +128,7 @@ def test_learning_rates(steps, warmup):
 
 
 def test_learning_rate_reaches_the_optimizers(out, monkeypatch):
-    """T1: the schedule is computed and not used, or resume begins a new one."""
+    """The schedule is computed and not used, or resume begins a new one."""
     seen = []
     step = torch.optim.AdamW.step
 
@@ -149,7 +149,7 @@ def test_learning_rate_reaches_the_optimizers(out, monkeypatch):
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_exactly_so_many_steps(steps, out, monkeypatch):
-    """T2: N steps train N - 1 or N + 1, or the last state is not evaluated and saved."""
+    """N steps train N - 1 or N + 1, or the last state is not evaluated and saved."""
     taken = []
     batch = train.training_batch
     monkeypatch.setattr(train, "training_batch", lambda *args: taken.append(1) or batch(*args))
@@ -163,7 +163,7 @@ def test_exactly_so_many_steps(steps, out, monkeypatch):
 
 
 def test_evaluations_change_nothing(tmp_path):
-    """T4: evaluating every 2, every 5 steps or never gives other weights, or an evaluation is left out."""
+    """Evaluating every 2, every 5 steps or never gives other weights, or an evaluation is left out."""
     runs = {}
     for interval in (2, 5, 0):
         out = tmp_path / str(interval) / "gpt.pt"
@@ -177,7 +177,7 @@ def test_evaluations_change_nothing(tmp_path):
 
 
 def test_dropout_is_off_in_evaluation():
-    """T3: dropout on in the evaluation, or still off after it."""
+    """Dropout on in the evaluation, or still off after it."""
     p = parameters("--dropout", 0.5)
     _, held_out = train.split(POEMS)
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(POEMS)})))
@@ -198,7 +198,7 @@ def test_dropout_is_off_in_evaluation():
 
 
 def test_dropout_is_on_in_training():
-    """T3: the embedding, or what a layer adds, is never left out."""
+    """The embedding, or what a layer adds, is never left out."""
     torch.manual_seed(1)
     model = gpt.GPT(gpt.GPTConfig(24, 16, 1, 2, 16, 0.5)).train()
     x, ids = torch.randn(4, 16, 16), torch.zeros(4, 16, dtype=torch.long)
@@ -210,7 +210,7 @@ def test_dropout_is_on_in_training():
 
 
 def test_validation_loss_is_the_mean_over_characters(monkeypatch):
-    """T3: poems of several lengths, longer than block_size too, are averaged by poem or batch, or lose characters."""
+    """Poems of several lengths, longer than block_size too, are averaged by poem or batch, or lose characters."""
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(POEMS)})))
     poems = [POEMS[0], POEMS[1] * 3, POEMS[2][:6], *POEMS[3:80]]
     torch.manual_seed(1)
@@ -229,7 +229,7 @@ def test_validation_loss_is_the_mean_over_characters(monkeypatch):
 
 
 def test_windows():
-    """T4: a target is not the next character, no window begins with a poem, or none elsewhere."""
+    """A target is not the next character, no window begins with a poem, or none elsewhere."""
     poems, _ = train.split(POEMS)
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
     stream = train.shuffled(poems, vocab, 1, 0)
@@ -247,7 +247,7 @@ def test_windows():
 @pytest.mark.parametrize("length", [17, 18, 63, 64, 65, 1000])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_pass_reads_the_whole_text(length, share):
-    """T4: a part of the text is left out of a pass or comes twice, or a window reaches past the end."""
+    """A part of the text is left out of a pass or comes twice, or a window reaches past the end."""
     p = parameters("--poem-share", share)  # 4 windows of 16 a step
     steps = math.ceil(length / 64)
     starts = torch.arange(0, length - 16, 5)
@@ -264,7 +264,7 @@ def test_a_pass_reads_the_whole_text(length, share):
 
 
 def test_each_pass_has_its_order():
-    """T4: the passes share an order, a poem is lost or doubled in one, or the order is another one on resume."""
+    """The passes share an order, a poem is lost or doubled in one, or the order is another one on resume."""
     poems, _ = train.split(POEMS)
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
     passes = [vocab.decode(train.shuffled(poems, vocab, seed, n).tolist()) for seed in (1, 2) for n in range(3)]
@@ -274,7 +274,7 @@ def test_each_pass_has_its_order():
 
 
 def test_passes_follow_each_other(out, monkeypatch):
-    """T4: a step is left out of a pass or comes twice, or a pass reads the text of the one before."""
+    """A step is left out of a pass or comes twice, or a pass reads the text of the one before."""
     taken = []
     batch = train.training_batch
     monkeypatch.setattr(
@@ -299,7 +299,7 @@ def test_passes_follow_each_other(out, monkeypatch):
 
 
 def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys):
-    """T5: the same command without --resume, and the run that was interrupted is lost."""
+    """The same command without --resume, and the run that was interrupted is lost."""
     arguments = [*TINY, "--steps", 6, "--corpus", corpus, "--out", out]
     assert not train.train(parameters("--steps", 6), POEMS, out, stopping=stop_after(3))
     held = out.with_suffix(".resume.pt")
@@ -316,7 +316,7 @@ def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys
 
 
 def test_fewer_steps_than_done(out):
-    """T5: a run resumed with fewer steps than it has done ends as if all were well."""
+    """A run resumed with fewer steps than it has done ends as if all were well."""
     train.train(parameters("--steps", 4), POEMS, out)
     with pytest.raises(Stop, match="--steps is 2, but .* has done 4"):
         train.train(parameters("--steps", 2), POEMS, out, resume=True)
@@ -324,7 +324,7 @@ def test_fewer_steps_than_done(out):
 
 
 def test_interrupted_is_uninterrupted(tmp_path):
-    """T4, K3: 10 steps against 5 + resume 5 differ by a bit: batches, dropout, optimizers, losses, log, best."""
+    """10 steps against 5 + resume 5 differ by a bit: batches, dropout, optimizers, losses, log, best."""
     p = parameters("--steps", 10, "--eval-interval", 4, "--dropout", 0.3, "--warmup", 3, "--batch-size", 32)
     whole, parts = tmp_path / "whole" / "gpt.pt", tmp_path / "parts" / "gpt.pt"
     assert train.train(p, POEMS, whole)
@@ -340,7 +340,7 @@ def test_interrupted_is_uninterrupted(tmp_path):
 
 
 def test_optimizer_state_follows_its_parameters(out, monkeypatch):
-    """K3: after resume the optimizers begin anew, or their state lies elsewhere or with another parameter."""
+    """After resume the optimizers begin anew, or their state lies elsewhere or with another parameter."""
     p = parameters("--steps", 4)
     train.train(p, POEMS, out)
     kept = []
@@ -366,7 +366,7 @@ def test_optimizer_state_follows_its_parameters(out, monkeypatch):
     ],
 )
 def test_resume_with_other_parameters(flags, shown, out, corpus, monkeypatch, capsys):
-    """K6: a run goes on with another block_size or rate, or is refused without both values, or after it wrote."""
+    """A run goes on with another block_size or rate, or is refused without both values, or after it wrote."""
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
     train.train(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
     before = contents(out.parent)
@@ -386,7 +386,7 @@ def test_resume_with_other_parameters(flags, shown, out, corpus, monkeypatch, ca
     ],
 )
 def test_resume_with_another_corpus(change, shown, out, corpus, monkeypatch, capsys):
-    """K6: a run goes on with another vocabulary, another in the same size, or the same characters in another text."""
+    """A run goes on with another vocabulary, another in the same size, or the same characters in another text."""
     train.train(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
     before = contents(out.parent)
     corpus.write_bytes(change(corpus.read_text(encoding="utf-8")).encode())
@@ -398,7 +398,7 @@ def test_resume_with_another_corpus(change, shown, out, corpus, monkeypatch, cap
 
 
 def test_resume_with_a_wrong_file(out, corpus, monkeypatch, capsys):
-    """K1, K6: a missing, damaged or foreign .resume.pt ends in a traceback, or starts a new run."""
+    """A missing, damaged or foreign .resume.pt ends in a traceback, or starts a new run."""
     resume_path = out.with_suffix(".resume.pt")
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
     assert command(monkeypatch, *arguments) == 2
@@ -418,7 +418,7 @@ def test_resume_with_a_wrong_file(out, corpus, monkeypatch, capsys):
 
 
 def test_line_ends_and_bom(tmp_path, corpus):
-    """X5: CRLF or a BOM gives other ids, another split or other weights."""
+    """CRLF or a BOM gives other ids, another split or other weights."""
     text = corpus.read_bytes()
     made = []
     for i, data in enumerate(
@@ -440,14 +440,14 @@ def test_line_ends_and_bom(tmp_path, corpus):
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u0085", "\u000b", "\u000c", "\r"])
 def test_only_a_newline_splits(sign, corpus):
-    """X6: U+2028 or U+0085 ends a poem, and half a validation poem gets into training."""
+    """U+2028 or U+0085 ends a poem, and half a validation poem gets into training."""
     poems = [POEMS[0][:7] + sign + POEMS[0][7:], POEMS[1]]
     corpus.write_bytes("\n".join(poems).encode())
     assert train.read_poems(corpus) == poems
 
 
 def test_split():
-    """D3: a validation poem is among the training poems, also when it is there twice or in another order."""
+    """A validation poem is among the training poems, also when it is there twice or in another order."""
     training, held_out = train.split([*POEMS, *reversed(POEMS)])
     assert set(training).isdisjoint(held_out)
     assert set(training) | set(held_out) == set(POEMS)
@@ -465,7 +465,7 @@ def test_split():
     ],
 )
 def test_corpus_too_short(poems, shown, out):
-    """T5: a corpus of 0, 1 or block_size characters, or without a validation poem, is an error deep inside."""
+    """A corpus of 0, 1 or block_size characters, or without a validation poem, is an error deep inside."""
     with pytest.raises(Stop) as stop:
         train.train(parameters("--steps", 1), poems, out)
     assert all(word in str(stop.value) for word in shown)
@@ -474,13 +474,13 @@ def test_corpus_too_short(poems, shown, out):
 
 
 def test_corpus_just_long_enough(out):
-    """T5: one character more than block_size is refused, or crashes."""
+    """One character more than block_size is refused, or crashes."""
     assert train.train(parameters("--steps", 2), ["山" * 15, next(filter(train.is_validation, POEMS))], out)
 
 
 @pytest.mark.parametrize("sizes", [["--block-size", 1], ["--batch-size", 1], ["--block-size", 200], ["--n-head", 16]])
 def test_extreme_sizes(sizes, out):
-    """T5: a window of one character or longer than every poem, a batch of one, heads of one dimension crash."""
+    """A window of one character or longer than every poem, a batch of one, heads of one dimension crash."""
     assert train.train(parameters("--steps", 2, *sizes), POEMS, out)
     load_checkpoint(out)
 
@@ -490,7 +490,7 @@ def test_extreme_sizes(sizes, out):
 
 
 def test_flags_are_the_parameters():
-    """T2: a parameter of the table has no flag, a flag has another default, or its value goes nowhere."""
+    """A parameter of the table has no flag, a flag has another default, or its value goes nowhere."""
     p, rest = train.parse_args([])
     assert vars(p) == {name: value for name, (value, *_) in train.PARAMETERS.items()}
     assert vars(rest).keys() == {"resume", "corpus", "out", "device"}
@@ -502,7 +502,7 @@ def test_flags_are_the_parameters():
 
 
 def test_shipped_model_is_a_default_run():
-    """T2: the shipped model was trained with other values than python train.py takes."""
+    """The shipped model was trained with other values than python train.py takes."""
     _, _, info = load_checkpoint(Path(train.__file__).parent / "checkpoints" / "pretrained.pt")
     assert info["parameters"] == vars(train.parse_args([])[0])
 
@@ -515,7 +515,7 @@ BAD = [
 
 
 def test_bad_values(capsys):
-    """S1, T2: a value that is no number, not finite or out of bounds is taken, or ends in a traceback."""
+    """A value that is no number, not finite or out of bounds is taken, or ends in a traceback."""
     for name, word in [*BAD, ("--nonsense", "1"), ("--out", None), ("3", None)]:
         with pytest.raises(SystemExit) as end:
             train.parse_args([name] if word is None else [name, word])
@@ -537,7 +537,7 @@ def test_bad_values(capsys):
     ],
 )
 def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
-    """K6, X2: arguments that fit no model, device, corpus or folder end in a traceback, or after the training."""
+    """Arguments that fit no model, device, corpus or folder end in a traceback, or after the training."""
     monkeypatch.chdir(corpus.parent)
     (corpus.parent / "folder.pt").mkdir()
     before = sorted(corpus.parent.rglob("*"))
@@ -550,7 +550,7 @@ def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
 
 
 def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
-    """X4: a corpus in GBK ends in a traceback."""
+    """A corpus in GBK ends in a traceback."""
     corpus.write_bytes("\n".join(POEMS).encode("gbk"))
     assert command(monkeypatch, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu") == 2
     assert "not UTF-8" in capsys.readouterr().err
@@ -564,7 +564,7 @@ def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
     ("bad_step", "named"), [(5, "step 7: the training loss is nan"), (7, "step 8: the validation loss is nan")]
 )
 def test_nan_loss_stops(bad_step, named, out, monkeypatch):
-    """N1: a NaN loss is trained on, or saved over the last good checkpoint; or the step is not named."""
+    """A NaN loss is trained on, or saved over the last good checkpoint; or the step is not named."""
     p = parameters("--steps", 20, "--eval-interval", 4)
     factor = train.lr_factor
     train.train(p, POEMS, out, stopping=stop_after(4))
@@ -580,7 +580,7 @@ def test_nan_loss_stops(bad_step, named, out, monkeypatch):
 
 
 def test_huge_learning_rates(out, corpus, monkeypatch, capsys):
-    """N1: learning rates that destroy the weights end in a traceback."""
+    """Learning rates that destroy the weights end in a traceback."""
     flags = ["--steps", 50, "--warmup", 0, "--muon-lr", 100, "--adam-lr", 100, "--eval-interval", 0]
     assert command(monkeypatch, *TINY, *flags, "--corpus", corpus, "--out", out, "--device", "cpu") == 1
     error = capsys.readouterr().err
@@ -590,7 +590,7 @@ def test_huge_learning_rates(out, corpus, monkeypatch, capsys):
 
 
 def test_worse_is_not_best(out, monkeypatch):
-    """K3: a worse model replaces the best one, or after resume the first evaluation counts as the best."""
+    """A worse model replaces the best one, or after resume the first evaluation counts as the best."""
     losses = iter([3.0, 2.0, 2.5, 2.4])
     monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
     p = parameters("--steps", 8, "--eval-interval", 2)
@@ -674,7 +674,7 @@ def press_in(moment):
 @posix
 @pytest.mark.parametrize(("moment", "step"), [("step", 3), ("evaluation", 4), ("save", 4)])
 def test_interrupt(moment, step, tmp_path, out, corpus, monkeypatch):
-    """L5: Ctrl-C in a step, an evaluation or a save loses work, or the printed command does not go on from it."""
+    """Ctrl-C in a step, an evaluation or a save loses work, or the printed command does not go on from it."""
     flags = [*TINY, "--steps", 6, "--eval-interval", 2, "--corpus", corpus, "--out", out, "--device", "cpu"]
     log = tmp_path / "log"
     assert status_of(functools.partial(press_in, moment), log, *flags) == 130
@@ -697,7 +697,7 @@ def press_twice(moment):
 @posix
 @pytest.mark.parametrize("moment", ["step", "evaluation", "save"])
 def test_second_interrupt(moment, tmp_path, out, corpus):
-    """L5, K4: a second Ctrl-C is waited out, ends in a traceback, or leaves half a file in place of the old one."""
+    """A second Ctrl-C is waited out, ends in a traceback, or leaves half a file in place of the old one."""
     interval = 7 if moment == "evaluation" else 4  # the third step of the child is step 7
     flags = ["--steps", 20, "--eval-interval", interval]
     train.train(parameters(*flags), POEMS, out, stopping=stop_after(4))
@@ -720,7 +720,7 @@ def press_and_close():
 
 @posix
 def test_interrupt_of_a_pipe(tmp_path, out, corpus):
-    """L5, L4: Ctrl-C in python train.py 2>&1 | tee log, which ends tee as well, loses the work."""
+    """Ctrl-C in python train.py 2>&1 | tee log, which ends tee as well, loses the work."""
     flags = [*TINY, "--steps", 50, "--corpus", corpus, "--out", out, "--device", "cpu"]
     status_of(press_and_close, tmp_path / "log", *flags)
     assert load_state(out.with_suffix(".resume.pt"))["state"]["step"] == 3
@@ -760,7 +760,7 @@ def killed_at(number):
 
 @posix
 def test_killed_saves(tmp_path, out, corpus, monkeypatch):
-    """K4: kill -9 in a loop, at each moment of a save, leaves half a file, or a run that cannot go on."""
+    """Kill -9 in a loop, at each moment of a save, leaves half a file, or a run that cannot go on."""
     flags = [*TINY, "--steps", 12, "--eval-interval", 1, "--corpus", corpus, "--out", out, "--device", "cpu"]
     resume_path = out.with_suffix(".resume.pt")
     for number in range(1, 13):  # 4 moments, 3 files
@@ -793,7 +793,7 @@ def small_disk():
 
 @posix
 def test_full_disk(tmp_path, out, corpus):
-    """K4: a full disk destroys the older checkpoint, leaves half a file, or does not name the path."""
+    """A full disk destroys the older checkpoint, leaves half a file, or does not name the path."""
     flags = ["--steps", 8, "--eval-interval", 2]
     train.train(parameters(*flags), POEMS, out, stopping=stop_after(2))
     before = contents(out.parent)
@@ -813,7 +813,7 @@ def lines_then_kill():
 
 
 def test_clock():
-    """L3: the time left reads 0:60 or 1:60 min."""
+    """The time left reads 0:60 or 1:60 min."""
     assert [train.clock(seconds) for seconds in (0, 5.2, 59.4, 59.7, 119.6, 3601)] == [
         "0:00 min",
         "0:05 min",
@@ -826,7 +826,7 @@ def test_clock():
 
 @posix
 def test_log_is_flushed(tmp_path, out, corpus):
-    """L3: the lines of a redirected run wait in a buffer, so that a killed run shows none of them."""
+    """The lines of a redirected run wait in a buffer, so that a killed run shows none of them."""
     log = tmp_path / "log"
     flags = [*TINY, "--steps", 9, "--eval-interval", 3, "--corpus", corpus, "--out", out, "--device", "cpu"]
     assert status_of(lines_then_kill, log, *flags) == -signal.SIGKILL
@@ -839,7 +839,7 @@ def test_log_is_flushed(tmp_path, out, corpus):
 
 
 def test_redirected_output(tmp_path, corpus):
-    """L3, L2, L1: python train.py > log 2>&1 draws a bar, or dies of a poem in a legacy code page."""
+    """Python train.py > log 2>&1 draws a bar, or dies of a poem in a legacy code page."""
     flags = [*TINY, "--steps", "4", "--eval-interval", "2", "--corpus", corpus, "--out", tmp_path / "gpt.pt"]
     environment = os.environ | {"PYTHONIOENCODING": "cp1252", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "0"}
     environment.pop("PYTHONWARNDEFAULTENCODING", None)  # torch's own warnings are none of our lines
@@ -864,7 +864,7 @@ def nothing():
 
 @posix
 def test_narrow_terminal(tmp_path, out, corpus):
-    """L2: a terminal of 40 columns in cp1252 gets bar glyphs it does not have, or lines that wrap."""
+    """A terminal of 40 columns in cp1252 gets bar glyphs it does not have, or lines that wrap."""
     import termios
 
     terminal, its_end = os.openpty()
