@@ -9,6 +9,7 @@ part, tanh GELU, the head tied to the embedding. The weights have GPT-2's names 
 that a matrix is (out, in), as in nn.Linear, where GPT-2 stores (in, out).
 """
 
+import contextlib
 import io
 import math
 import os
@@ -297,7 +298,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     probs = logits.softmax(dim=-1)  # (B, V)
     if top_p is not None and top_p < 1:
         values, ids = probs.sort(descending=True)
-        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # by the likelier ids, before each but the first
+        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # by the likelier ids, before each
         values[:, 1:].masked_fill_(reached, 0)
         probs = torch.zeros_like(probs).scatter(-1, ids, values)
         probs /= probs.sum(dim=-1, keepdim=True)
@@ -413,7 +414,8 @@ def write_file(path, data):
                     raise
                 time.sleep(patience)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OSError(f"cannot write {path}: {error.strerror or error}") from None
 
 
@@ -439,7 +441,7 @@ def load_state(path):
 def save_checkpoint(path, model, vocab, info):
     """Save a trained model: sizes, characters, weights, and info, a dict of plain values."""
     parts = {"config": asdict(model.config), "chars": vocab.chars, "info": info}
-    save_state(path, parts | {"weights": model.state_dict()})
+    save_state(path, parts | {"weights": dict(model.state_dict())})
 
 
 def load_checkpoint(path, device="cpu"):

@@ -194,7 +194,8 @@ def write_file(path, data):
                     raise
                 time.sleep(patience)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CorpusError(f"cannot write {path}: {error.strerror or error}") from None
 
 

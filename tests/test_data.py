@@ -5,22 +5,24 @@ import http.server
 import importlib.metadata
 import io
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import zlib
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, posix, real_corpus
 
 import data.prepare as prepare
-import train
-from gpt import Stop, run
+from data.poems import CORPUS as TANG_POEMS
+from data.poems import is_validation, normalise, read_poems, split
+from data.prepare import CorpusError
 
 TANG = os.fsdecode("全唐诗".encode())  # as a file name, in a locale without Chinese too
 
@@ -156,13 +158,17 @@ def test_forms():
     assert prepare.select(kept + others + mixed)[0] == kept
 
 
-@pytest.mark.parametrize("sign", ["\u2028", "\u0085", "\u000b", "\u000c", "\u001c"])
-def test_only_a_newline_ends_a_line(sign, tmp_path):
-    """U+2028 and its kind split a poem, in the corpus or when it is read."""
-    poem = verse(1)[1].replace("风", sign)
-    assert prepare.select([poem])[0] == []
-    (tmp_path / "poems.txt").write_bytes(f"{poem}\n{verse(2)[1]}\n".encode())
-    assert train.read_poems(tmp_path / "poems.txt") == [poem, verse(2)[1]]
+def test_the_first_of_equal_texts_is_kept():
+    """Of equal texts the last was kept, so that the poems stood in another order."""
+    texts = [verse(n)[1] for n in (3, 1, 3, 2, 1)]
+    assert prepare.select(texts)[0] == texts[:2] + texts[3:4]
+
+
+@pytest.mark.parametrize("char", ["\u3400", "\u4dff", "\ua000", "A", "〇"])
+def test_rare_characters_are_dropped(char):
+    """A character before U+4E00 or after U+9FFF came into the corpus."""
+    assert prepare.select([verse(1)[1].replace("风", char)])[0] == []
+    assert prepare.select([verse(1)[1].replace("风", "\u4e00")])[0]
 
 
 def test_folder_itself(folder, target):
@@ -173,12 +179,10 @@ def test_folder_itself(folder, target):
 def test_folder_that_lacks_a_file(folder, target):
     """A source with 57 of the 58 files makes a corpus."""
     (folder / TANG / prepare.FILES[-1]).unlink()
-    with pytest.raises(Stop, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json") as stop:
+    with pytest.raises(CorpusError, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json"):
         prepare.prepare(target, folder)
-    assert stop.value.status == 2
-    with pytest.raises(Stop, match="nowhere: there is no such folder or file") as stop:
+    with pytest.raises(CorpusError, match="nowhere: there is no such folder or file"):
         prepare.prepare(target, folder / "nowhere")
-    assert stop.value.status == 2
 
 
 def test_archive_writes_nothing(tmp_path, target):
@@ -198,7 +202,7 @@ def test_archive_writes_nothing(tmp_path, target):
     assert sorted(tmp_path.iterdir()) == [target.parent, source, secret]
     assert only(target)
     del files[prepare.FILES[3]]
-    with pytest.raises(Stop, match=r"lacks 1 of 58 files, poet\.tang\.3000\.json first"):
+    with pytest.raises(CorpusError, match=r"lacks 1 of 58 files, poet\.tang\.3000\.json first"):
         prepare.prepare(target.with_name("other.txt"), write_archive(source, files, extra))
 
 
@@ -206,7 +210,7 @@ def test_archive_writes_nothing(tmp_path, target):
 def test_archive_cut_short(end, archive, target):
     """Part of an archive is taken for all of it, or ends in a traceback."""
     archive.write_bytes(archive.read_bytes()[:end])
-    with pytest.raises(Stop, match="not a whole .tgz|lacks"):
+    with pytest.raises(CorpusError, match="not a whole .tgz|lacks"):
         prepare.prepare(target, archive)
     assert not target.parent.exists()
 
@@ -238,7 +242,7 @@ def test_right_file_is_left_alone(target, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "opencc", None)
     assert prepare.prepare(target) == CORPUS
     assert target.stat().st_mtime_ns == before
-    assert f"{target} is there and right" in capsys.readouterr().out
+    assert f"{target} is up to date" in capsys.readouterr().out
 
 
 def test_another_corpus_is_refused(folder, target, monkeypatch):
@@ -246,46 +250,44 @@ def test_another_corpus_is_refused(folder, target, monkeypatch):
     target.parent.mkdir()
     target.write_bytes(b"older")
     monkeypatch.setattr(prepare, "SHA256", sha256(CORPUS + b"\n").hexdigest())
-    with pytest.raises(Stop, match="this is not the corpus"):
+    with pytest.raises(CorpusError, match="this is not the corpus"):
         prepare.prepare(target, folder)
     assert target.read_bytes() == b"older"
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["write_bytes", "replace"])
 def test_failed_write_leaves_the_older_file(call, folder, target, monkeypatch):
-    """A disk that fails in the middle of the write leaves half a corpus, or its temporary file."""
+    """A disk that fails in the middle of the write left half a corpus, or its temporary file."""
 
     def fail(*args):
         raise OSError(28, "No space left on device")
 
     target.parent.mkdir()
     target.write_bytes(b"older")
-    monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match="cannot write .*tang.txt: No space left on device"):
+    monkeypatch.setattr(*((os, call) if call == "replace" else (Path, call)), fail)
+    with pytest.raises(CorpusError, match="cannot write .*tang.txt: No space left on device"):
         prepare.prepare(target, folder)
+    monkeypatch.undo()
     assert target.read_bytes() == b"older"
     assert only(target)
 
 
-def killed_build(call, target, folder, digest):
-    """In a process of its own: a build that is killed as it comes to call, a function of os."""
-    prepare.SHA256 = digest
-    setattr(os, call, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-    run(lambda: prepare.prepare(target, folder))
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork server and no SIGKILL")
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_killed_build_leaves_no_corpus(call, folder, target):
-    """Kill -9 in the middle of the write leaves half a corpus at its final name."""
-    spawn = multiprocessing.get_context("forkserver")
-    spawn.set_forkserver_preload(["torch._dynamo"])
-    process = spawn.Process(target=killed_build, args=(call, target, folder, prepare.SHA256))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+@posix
+@pytest.mark.slow
+def test_killed_build_leaves_no_corpus(folder, target):
+    """Kill -9 in the middle of the write left half a corpus, or a temporary file for ever."""
+    code = """
+import os, signal, sys
+import data.prepare as prepare
+prepare.SHA256 = sys.argv[3]
+os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+prepare.prepare(sys.argv[1], sys.argv[2])
+"""
+    command = [sys.executable, "-c", code, target, folder, prepare.SHA256]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
     assert not target.exists()
     assert prepare.prepare(target, folder) == CORPUS
+    assert only(target)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -342,10 +344,9 @@ TROUBLES = {
 def test_broken_download(trouble, github, target):
     """A server that stops half way, closes, answers 404, a page or no HTTP gives a corpus, or a traceback."""
     github.trouble, message = TROUBLES[trouble]
-    with pytest.raises(Stop, match=message) as stop:
+    with pytest.raises(CorpusError, match=message) as caught:
         prepare.prepare(target)
-    assert prepare.FILES[30] in str(stop.value)
-    assert stop.value.status == 1
+    assert prepare.FILES[30] in str(caught.value)
     assert not target.parent.exists()
 
 
@@ -415,55 +416,158 @@ def test_github_when_npm_fails(failure, github, target, monkeypatch, capsys):
 # opencc
 
 
-def no_such_package(name):
-    raise importlib.metadata.PackageNotFoundError(name)
-
-
-@pytest.mark.parametrize(
-    ("package", "version", "found"),
-    [
-        ("opencc", lambda name: "1.1.9", "opencc 1.1.9"),
-        ("opencc-python-reimplemented", lambda name: "0.1.7", "opencc-python-reimplemented 0.1.7"),
-        ("opencc-python-reimplemented", lambda name: "1.4.2", "opencc-python-reimplemented 1.4.2"),
-        (None, no_such_package, "opencc"),
-    ],
-)
-def test_another_opencc(package, version, found, folder, target, monkeypatch):
-    """Another release, another package or a stray file of the name opencc converts the corpus its own way."""
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"opencc": [package]} if package else {})
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(Stop, match=r"needs opencc 1\.4\.2: pip install") as stop:
+def test_another_opencc(folder, target, monkeypatch):
+    """Another release of opencc converted the corpus its own way, and nothing said why it was refused."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.1.9")
+    monkeypatch.setattr(prepare, "converter", lambda: str)
+    with pytest.raises(CorpusError, match=r"not the corpus: .*opencc \(found 1\.1\.9, needed 1\.4\.2\)"):
         prepare.prepare(target, folder)
-    assert found in str(stop.value).partition("requirements.txt")[2]
     assert not target.parent.exists()
 
 
 def test_no_opencc(folder, target, monkeypatch):
-    """Without opencc the corpus is made of unconverted text, or the import error is a traceback."""
+    """Without opencc the corpus was made of unconverted text, or the import error was a traceback."""
     monkeypatch.setitem(sys.modules, "opencc", None)
-    with pytest.raises(Stop, match=r"needs opencc 1\.4\.2: pip install"):
+    with pytest.raises(CorpusError, match=r"needs opencc 1\.4\.2: pip install"):
         prepare.prepare(target, folder)
     assert not target.parent.exists()
 
 
 # ---------------------------------------------------------------------------------------------------
-# The real one
+# As a program
 
 
-@pytest.mark.skipif(not prepare.CORPUS.exists(), reason="data/tang.txt is not made; python data/prepare.py makes it")
+def program(*arguments, **options):
+    command = [sys.executable, *options.pop("flags", ()), str(ROOT / "data" / "prepare.py"), *arguments]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **options)
+
+
+def test_help_needs_no_torch():
+    """Python data/prepare.py --help loaded torch, half a second and more; or died under -OO or PYTHONSAFEPATH."""
+    code = "import sys; import data.poems, data.prepare; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
+    result = program("--help", flags=["-OO"], env=os.environ | {"PYTHONSAFEPATH": "1"})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--source" in result.stdout
+
+
+def test_wrong_source_is_wrong_usage(tmp_path):
+    """A --source that is not there, or a folder without the files, ended in a traceback or another status."""
+    result = program("--source", str(tmp_path / "nowhere"))
+    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+    assert "no such folder or file" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------
+# Typed text
+
+KNOWN = set("春风云水人，。\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("春风", "春风"),
+        ("春,风.", "春，风。"),
+        ("春、风；云：水!", "春，风，云，水。"),
+        ("春…风．云｡水﹐", "春。风。云。水，"),
+        (" 春 风\t云\u3000", "春风云"),
+        ("春\u200b风\ufeff\x00", "春风"),
+        ("⼈云", "人云"),  # a Kangxi radical, as from a PDF
+        ("春\n风", "春\n风"),
+        ("龘A", "龘A"),
+    ],
+)
+def test_typed_text(text, expected):
+    """A foreign mark, a space or an invisible character of a prompt was refused, or changed into the wrong one."""
+    made, changes = normalise(text, KNOWN)
+    assert made == expected
+    assert "".join(changes.get(char, char) for char in text) == made
+    assert KNOWN.isdisjoint(changes)
+
+
+def test_known_characters_stay():
+    """A space that the model knows was taken away, or a comma changed that it knows."""
+    assert normalise(" 春 风, ", KNOWN | set(" ,")) == (" 春 风, ", {})
+
+
+def test_traditional_characters_become_simplified(monkeypatch):
+    """Traditional characters were refused; and without opencc nothing ran at all."""
+    pytest.importorskip("opencc")
+    assert normalise("風雲春乾", KNOWN | {"乾"}) == ("风云春乾", {"風": "风", "雲": "云"})
+    assert normalise("龍", KNOWN) == ("龍", {})  # 龙 is not known either
+
+
+# ---------------------------------------------------------------------------------------------------
+# A corpus
+
+
+def read(tmp_path, text):
+    path = tmp_path / "poems.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_poems(path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "春风。 ",
+        "\u3000春风。",
+        "春风。\r",
+        "\ufeff春风。",
+        "春\u200b风。",
+        "春风\ufe00。",
+        "春风。\u2028",
+        "春风。\x85",
+    ],
+)
+def test_an_invisible_difference_makes_no_other_poem(tmp_path, other):
+    """A poem and the same with a blank at its end were two, one of them in training and one held out."""
+    assert read(tmp_path, f"春风。\n{other}\n云。\n") == (["春风。", "云。"], 1)
+    assert read(tmp_path, f"{other}\n云。\n春风。") == (["春风。", "云。"], 1)
+
+
+def test_only_a_newline_ends_a_poem(tmp_path):
+    """U+2028 or U+0085 ended a poem, and half a validation poem got into training."""
+    for sign in "\u2028\x85\x0b\x0c\r\x1c":
+        assert read(tmp_path, f"春风{sign}云水\n人") == (["春风 云水", "人"], 0)
+
+
+def test_line_ends_and_bom_change_nothing(tmp_path):
+    """CRLF, a BOM, empty lines or a last line without its end changed the poems."""
+    poems = ["春风。", "云。", "水 人。"]
+    text = "\n".join(poems) + "\n"
+    for variant in (text, text[:-1], text.replace("\n", "\r\n"), "\ufeff" + text, text.replace("\n", "\n \n\n")):
+        assert read(tmp_path, variant) == (poems, 0)
+
+
+def test_a_corpus_that_is_not_utf8(tmp_path):
+    """A corpus in GBK ended in a traceback, or was read as junk."""
+    with pytest.raises(ValueError, match=r"poems\.txt is not UTF-8"):
+        read(tmp_path, "春风。".encode("gbk"))
+
+
+def test_the_split():
+    """The rule that holds poems out changed: a model would be validated on what it was trained on."""
+    poems = [f"春风{chr(0x4E00 + n)}。" for n in range(2000)]
+    training, held_out = split(poems)
+    assert sorted(training + held_out) == sorted(poems)
+    assert held_out == [poem for poem in poems if zlib.crc32(poem.encode()) % 20 == 0]
+    assert is_validation(held_out[0])
+    assert held_out[:3] == ["春风丐。", "春风丳。", "春风丹。"]
+    assert len(held_out) == 116
+
+
+@real_corpus
 def test_the_real_corpus(monkeypatch, capsys):
     """The corpus is not the lesson's, holds a poem twice, or shares one between training and validation."""
     monkeypatch.undo()
-    data = prepare.CORPUS.read_bytes()
-    assert prepare.check(data)
+    data = TANG_POEMS.read_bytes()
+    assert prepare.is_corpus(data)
     prepare.report(data)
     printed = capsys.readouterr().out.split()
     assert {"35,135", "6,289", "797", "111"} <= set(printed)
-    poems = train.read_poems(prepare.CORPUS)
-    assert len(poems) == len(set(poems)) == 35135
-    text = "\n".join(poems)
-    assert (len(set(text)), text.count("春风"), text.count("春风。")) == (6289, 797, 111)
-    training, validation = train.split(poems)
-    assert set(training).isdisjoint(validation)
-    assert len(training) + len(validation) == len(poems)
-    assert 0.04 < len(validation) / len(poems) < 0.06
+    poems, repeated = read_poems(TANG_POEMS)
+    assert (len(poems), len(set(poems)), repeated) == (35135, 35135, 0)
+    assert "".join(poem + "\n" for poem in poems).encode() == data
+    assert [len(part) for part in split(poems)] == [33364, 1771]

@@ -1,22 +1,21 @@
 """The model against an implementation of the same network that shares nothing with it."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import reference
 import torch
 from benchmark import as_gpt2
+from conftest import ROOT
 
 from gpt import GPT, GPTConfig, KVCache, load_checkpoint
 
-PRETRAINED = Path(__file__).parents[1] / "checkpoints" / "pretrained.pt"
+PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
 
 
-def loud_model():
+def loud_model(n_kv_head=None):
     """Random weights so large that every part matters, but a small embedding, so that LayerNorm's eps matters too."""
     torch.manual_seed(5)
-    model = GPT(GPTConfig(60, block_size=24, n_layer=3, n_head=4, n_embd=32)).eval()
+    model = GPT(GPTConfig(60, block_size=24, n_layer=3, n_head=4, n_embd=32, n_kv_head=n_kv_head)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
@@ -27,13 +26,10 @@ def loud_model():
     return model
 
 
-@pytest.fixture(params=["random", "pretrained"])
+@pytest.fixture(params=[4, 2, 1, "pretrained"])
 def model(request):
-    if request.param == "random":
-        return loud_model()
-    if not PRETRAINED.exists():
-        pytest.skip("checkpoints/pretrained.pt is not there")
-    return load_checkpoint(PRETRAINED)[0]
+    """Random models with so many heads of keys and values, and the shipped one."""
+    return load_checkpoint(PRETRAINED)[0] if request.param == "pretrained" else loud_model(request.param)
 
 
 def texts(model):
@@ -84,7 +80,34 @@ def test_generated_ids_are_the_likeliest_by_the_reference(model):
 def test_the_weights_are_gpt2s(model):
     """The weights map one to one onto GPT-2's layout, and transformers computes the same from them."""
     pytest.importorskip("transformers")
+    if model.config.n_kv_head < model.config.n_head:
+        pytest.skip("GPT-2 shares no keys and values")
     other = as_gpt2(model)
     for ids in texts(model):
         idx = torch.tensor(ids)[None]
         torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-4)
+
+
+def test_the_shipped_model_shares_no_heads():
+    """A new option changed what the shipped checkpoint is."""
+    config = load_checkpoint(PRETRAINED)[0].config
+    assert (config.n_head, config.n_kv_head, config.block_size) == (4, 4, 128)
+
+
+def test_initialisation():
+    """The projections that add to the residual began as large as the rest, whatever the depth."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(60, n_layer=8, n_embd=64))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            std = 0.02 / (2 * 8) ** 0.5 if "c_proj" in name else 0.02
+            assert weight.std().item() == pytest.approx(std, rel=0.1), name
+
+
+def test_a_target_of_minus_100_does_not_count():
+    """Targets that are to be left out, -100, counted in the loss."""
+    model = loud_model()
+    x, y = torch.randint(60, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    alone = model(x[:, :5], y[:, :5])[1]
+    y[:, 5:] = -100
+    torch.testing.assert_close(model(x, y)[1], alone)
