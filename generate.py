@@ -135,6 +135,7 @@ def first_lines(model, vocab, start, rule, end, generator=None, temperature=1.0,
 
 def constraint(templates, vocab, prosody=None):
     """A TemplateConstraint for model.generate: ids (B, t) -> bool (V,) or (B, V), as tensors."""
+    vocab.encode("".join(entry for entry in templates[0] if isinstance(entry, str)))  # raises if it lacks one
     rule = TemplateConstraint(templates, vocab.chars, prosody)
     return lambda ids: torch.from_numpy(rule(ids.cpu().numpy())).to(ids.device)
 
@@ -303,7 +304,7 @@ def normalised(text, vocab, name, marks=True):
 
     Raises UserError for characters that the model does not know, and for marks if there may be none.
     """
-    text, changes = normalise(text, vocab.ids.keys() - {"\\n"})
+    text, changes = normalise(text, vocab.ids.keys() - {"\n"})
     if changes:
         said = "  ".join(f"{old.strip() or 'space'} → {new or 'nothing'}" for old, new in changes.items())
         print(f"{name}: {said}", file=sys.stderr)
@@ -429,7 +430,7 @@ def replay(model, ids, start):
 def print_trace(model, vocab, prompt, text, rule=None, **knobs):
     """On stderr, a line for each character of text after the prompt: what was left, and what was drawn."""
     ids, start = begin(model, vocab, text), 1 + len(prompt)
-    head = f"{'the likeliest that were left, in %':<31} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
+    head = f"{'likeliest that were left, in %':<31} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
     print(f"{'#':>3}       % {'rank':>5} {head}", file=sys.stderr)
     for i, logits in enumerate(replay(model, ids, start)):
         drawn = ids[0, start + i].item()
@@ -547,8 +548,8 @@ def exercise_form(model, vocab):
     print("== 练习 2. 固定格式：七言绝句，标点只在第 8、16、24、32 个字")
     answers = [ask(my_marks, place) for place in range(1, 33)]
     for place, marks in enumerate(answers, 1):
-        if marks is not None and (not isinstance(marks, str) or not marks or not set(marks) <= vocab.ids.keys()):
-            return f"for place {place} it returns {marks!r}, not None or a string of marks such as '，。'"
+        if marks is not None and (not isinstance(marks, str) or not marks or not set(marks) <= {"，", "。"}):
+            return f"for place {place} it returns {marks!r}, not None or a string of ， and 。"
     template = [Place.ANY if marks is None else marks for marks in answers]
     rule = constraint([template], vocab)
     for name, options in (("不加约束", {}), ("加约束", {"rule": rule, "length": 32})):
