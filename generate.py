@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from data.poems import CORPUS, FORMS, normalise
-from data.prosody import PROSODY, read_prosody, scan
+from data.prosody import read_prosody, scan
 from data.verse import Place, TemplateConstraint, choose_templates, may_stand, poem_template
 from gpt import (
     GPT,
@@ -76,6 +76,37 @@ EX2_POEMS = 100  # exercise 2: free ones and constrained ones
 
 EX3_BLOCK_SIZE = 512  # exercise 3
 EX3_CHARS = (100, 200, 300, 400, 500)
+
+# What an edited constant must be, as an example: a number at least as large, a tuple of such.
+EXAMPLES_OF = {
+    "SEED": 0,
+    **dict.fromkeys(
+        ["THREADS", "MAX_CHARS", "NEXT_TOP", "POEMS", "TOP_K", "SAME_CHARS", "LONG_CHARS", "TIMED_RUNS", "BATCH"], 1
+    ),
+    **dict.fromkeys(["CANDIDATES", "EX1_POEMS", "EX2_POEMS", "EX3_BLOCK_SIZE"], 1),
+    **dict.fromkeys(["HOT", "OPENING_TEMPERATURE", "ACROSTIC_TEMPERATURE", "TEMPERATURE", "EX1_TOP_P"], 0.0),
+    **{"TEMPERATURES": (0.0,), "TIMED_CHARS": (1,), "EX3_CHARS": (1,)},
+    **{"NEXT_PROMPTS": ("春",), "OPENINGS": ("春",), "ACROSTICS": (("春", 1),)},
+}
+
+
+def is_like(value, example):
+    """Whether value is of the kind of example: a text, a number at least as large, or a tuple of such."""
+    if isinstance(example, tuple):
+        same_length = isinstance(value, tuple) and (len(value) == len(example) or len(example) == 1)
+        return same_length and len(value) > 0 and all(map(is_like, value, itertools.cycle(example)))
+    if isinstance(example, str):
+        return isinstance(value, str)
+    kinds = (int, float) if isinstance(example, float) else int
+    return isinstance(value, kinds) and not isinstance(value, bool) and example <= value < float("inf")
+
+
+def check_settings():
+    """Raise UserError, which names the constant, for one that was edited into something else."""
+    for name, example in EXAMPLES_OF.items():
+        if not is_like(globals()[name], example):
+            raise UserError(f"{name} in generate.py is {globals()[name]!r}; it must be like {example!r}, or larger", 2)
+
 
 # ---------------------------------------------------------------------------------------------------
 # Writing poems
@@ -299,12 +330,12 @@ DEMOS = {1: demo_next, 2: demo_temperature, 3: demo_top_k, 4: demo_continue, 5: 
 # The poet
 
 
-def normalised(text, vocab, name, marks=True):
-    """text as the model can read it, on one line; what was changed is said on stderr.
+def normalised(text, vocab, name, line_break=False):
+    """text in the model's characters, on one line unless line_break; what was changed is said on stderr.
 
-    Raises UserError for characters that the model does not know, and for marks if there may be none.
+    Raises UserError for characters that the model does not know.
     """
-    text, changes = normalise(text, vocab.ids.keys() - {"\n"})
+    text, changes = normalise(text, vocab.ids.keys() - ({"\n"} if not line_break else set()))
     if changes:
         said = "  ".join(f"{old.strip() or 'space'} → {new or 'nothing'}" for old, new in changes.items())
         print(f"{name}: {said}", file=sys.stderr)
@@ -312,8 +343,6 @@ def normalised(text, vocab, name, marks=True):
         vocab.encode(text)
     except ValueError as error:
         raise UserError(f"{name}: {error}", 2) from None
-    if not marks and not text.isalpha():
-        raise UserError(f"{name} {text!r}: give the characters that begin the lines, without marks", 2)
     return text
 
 
@@ -333,7 +362,9 @@ def plan(args, model, vocab, prosody):
     if len(prompt) > model.config.block_size:
         seen = model.config.block_size
         print(f"--prompt has {len(prompt)} characters; the model sees the last {seen}", file=sys.stderr)
-    heads = "" if args.acrostic is None else normalised(args.acrostic, vocab, "--acrostic", marks=False)
+    heads = "" if args.acrostic is None else normalised(args.acrostic, vocab, "--acrostic")
+    if args.acrostic is not None and not heads.isalpha():
+        raise UserError(f"--acrostic {heads!r}: give the characters that begin the lines, without marks", 2)
     if not args.form and not heads:
         return prompt, {"length": args.max_chars or MAX_CHARS}
     n_char, n_lines = FORMS.get(args.form, (args.chars or 7, len(heads)))
@@ -356,7 +387,10 @@ def plan(args, model, vocab, prosody):
 def write_poems(model, vocab, args):
     """The poet: print args.number poems to stdout, one a line, all else to stderr."""
     regulated = args.form and not args.loose
-    prosody = read_prosody(PROSODY) if regulated or args.scan else None
+    try:
+        prosody = read_prosody() if regulated or args.scan else None
+    except ValueError as error:
+        raise UserError(str(error)) from None
     prompt, options = plan(args, model, vocab, prosody if regulated else None)
     seed, n = args.seed, args.number or 1
     if seed is None:
@@ -640,7 +674,6 @@ PAIRS = [
     ("chars", {"form"}, {"acrostic"}),
     ("loose", set(), {"form"}),
     ("max_chars", {"form", "acrostic"}, set()),
-    ("trace", {"number"}, set()),
 ]
 
 
@@ -696,6 +729,8 @@ def parse_args(argv=None):
             parser.error(f"{flags[name]} does not go with {flags[other]}")
         if name in given and with_one and not with_one & given:
             parser.error(f"{flags[name]} goes with {' or '.join(flags[other] for other in sorted(with_one))}")
+    if args.trace and (args.number or 1) > 1:
+        parser.error("--trace shows one poem: leave out --number")
     if {"acrostic", "prompt"} <= given:
         parser.error("--acrostic does not go with --prompt: the heads begin the poem")
     args.temperature = args.temperature or [1.0 if args.command == "next" else TEMPERATURE]
@@ -726,6 +761,7 @@ def load_model(args):
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_args()
+    check_settings()
     torch.set_num_threads(args.threads)
     model, vocab, name = load_model(args)
     # After the demos it stands on stdout, so that `| head -1` gives the lesson's first line and nothing else.
@@ -740,12 +776,13 @@ def main():
         elif args.command == "exercise":
             return check_exercises(args.exercise, model, vocab)
         elif args.command == "next":
-            text, changes = normalise(args.next or "\n", vocab.ids)
-            print_next(model, vocab, text, args)
+            print_next(model, vocab, normalised(args.next or "\n", vocab, "--next", line_break=True), args)
         else:
             write_poems(model, vocab, args)
     except DecodingError as error:
         raise UserError(f"{name}: {error}") from None
+    except ValueError as error:  # a character that the model lacks, in a form's marks or a corpus
+        raise UserError(str(error), 2) from None
     return 0
 
 

@@ -505,5 +505,7 @@ def run(main):
         ours = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
         if ours and "memory" not in str(error):  # no user's doing: show where
             raise
-        print(f"{Path(sys.argv[0]).name}: {str(error) or 'out of memory'}", file=sys.stderr)
+        filename = getattr(error, "filename", None)
+        what = f"{filename}: {error.strerror}" if filename else str(error) or "out of memory"
+        print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
         return getattr(error, "status", 1)

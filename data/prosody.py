@@ -148,15 +148,16 @@ def write_prosody(prosody, path=PROSODY):
     os.replace(temporary, path)
 
 
-def read_prosody(path=PROSODY):
-    """Read what `write_prosody` wrote. Raises OSError if it cannot be read, ValueError if it is damaged."""
-    remedy = f"{path} is damaged: python -m data.prosody builds it anew"
+def read_prosody(path=None):
+    """Read what `write_prosody` wrote. Raises ValueError if it is not there or damaged."""
+    path = path or PROSODY
+    remedy = f"{path} is missing or damaged: python -m data.prosody builds it anew"
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line and not line.startswith("#")]
         parts = [line.split(" ") for line in lines]
         tones = {char: kind for kind, chars in parts[:2] for char in chars}
         rhymes = {char: i for i, (_, chars) in enumerate(parts[2:]) for char in chars}
-    except ValueError:  # UnicodeDecodeError too
+    except (OSError, ValueError):  # UnicodeDecodeError too
         raise ValueError(remedy) from None
     kinds, sizes = "".join(kind for kind, _ in parts), [sum(len(part[1]) for part in parts[:2]), len(rhymes)]
     whole = kinds == "平仄" + "韵" * (len(parts) - 2) and len(parts) > 2

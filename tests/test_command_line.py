@@ -16,17 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, posix
 from test_generate import LETTERS, VOCAB, shape
 
 import generate
 import gpt
 from gpt import load_state, save_checkpoint, save_state
 
-SOURCE = Path(generate.__file__)
+SOURCE = ROOT / "generate.py"
 PROGRAM = compile(SOURCE.read_text(encoding="utf-8"), SOURCE, "exec")
 INFO = {"step": 3000, "val_loss": 4.1}
-
-posix = pytest.mark.skipif(os.name != "posix", reason="signals, bytes as arguments and closed streams are POSIX only")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +47,7 @@ def checkpoints(tiny, tmp_path_factory):
 def program(checkpoints, tmp_path, monkeypatch, capsys):
     """program(*arguments) -> (status, stdout, stderr) of the program, with poet.pt unless they name another file."""
     monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
 
     def run(*arguments):
         arguments = [str(argument) for argument in arguments]
@@ -58,7 +58,8 @@ def program(checkpoints, tmp_path, monkeypatch, capsys):
             exec(PROGRAM, {"__name__": "__main__", "__file__": str(SOURCE)})
         return end.value.code, *capsys.readouterr()
 
-    return run
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def error(err):
@@ -77,7 +78,7 @@ def test_examples_work(program):
     assert len(EXAMPLES) >= 8
     for example in EXAMPLES:
         generate.parse_args(example)
-        if "--exercise" not in example:  # they have tests of their own
+        if "--form" not in example and "--exercise" not in example:  # they have tests of their own
             status, out, err = program(*example)
             assert (status, bool(out)) == (0, True), err
 
@@ -86,20 +87,21 @@ def test_help_lists_everything(program):
     """A flag that --help does not explain, or an example that it does not give."""
     status, out, err = program("--help")
     assert (status, err) == (0, "")
-    flags = {f"--{name.replace('_', '-')}" for names in generate.MODES.values() for name in names}
-    flags |= {"--checkpoint", "--device"}
+    flags = {f"--{name.replace('_', '-')}" for names in generate.FLAGS.values() for name in names}
+    flags |= {"--checkpoint", "--device", "--threads"}
     for flag in flags:
-        assert re.search(rf"^  (-n N, )?{flag} [^\n]*(\n {{20,}}[^\n]*)?[a-z]{{3}}", out, re.MULTILINE), flag
+        assert re.search(rf"^  (-n, |-n N, )?{flag}[ ,\n][^\n]*(\n {{20,}}[^\n]*)?[a-z]{{3}}", out, re.MULTILINE), flag
     assert all(" ".join(["python generate.py", *example]) in out for example in EXAMPLES)
 
 
 WRONG = [
-    *(["--temperature", value] for value in ("-1", "-1e-9", "nan", "inf", "-inf", "1e400", "x", "")),
+    *(["--temperature", value] for value in ("-1", "-1e-9", "nan", "inf", "-inf", "1e7", "x", "")),
     *(["--top-k", value] for value in ("0", "-1", "1.5", "1e3", "nan")),
     *(["--top-p", value] for value in ("0", "-0.1", "1.0001", "nan", "inf")),
     *(["--number", value] for value in ("0", "-3", "1000001", "9" * 5000)),
     *(["--max-chars", value] for value in ("0", "100001")),
     *(["--seed", value] for value in ("-1", "9223372036854775808", "1.0")),
+    *(["--threads", value] for value in ("0", "x")),
     *(["--demo", value] for value in ("0", "7", "-1", "x", "1.0")),
     *(["--exercise", value] for value in ("0", "4")),
     ["--demo", "1", "7"],
@@ -134,6 +136,11 @@ def test_wrong_values_are_refused_before_a_model_is_loaded(program, arguments):
         ["--chars", 5, "--prompt", "春"],
         ["--chars", 5, "--acrostic", "春风云水", "--form", "五绝"],
         ["--trace", "-n", 2],
+        ["--loose", "--prompt", "春"],
+        ["--form", "七律", "--max-chars", 10],
+        ["--acrostic", "春风", "--max-chars", 10],
+        ["--temperature", 1, 2, "--prompt", "春"],
+        ["--temperature", 1, "--demo", 1],
         ["春风"],
     ],
 )
@@ -149,7 +156,7 @@ def test_what_does_not_go_together(program, arguments):
     [
         ["--temperature", "0"],
         ["--temperature", "1e-320"],
-        ["--temperature", "1.7e308"],
+        ["--temperature", "1000000"],
         ["--top-k", "1000000000"],
         ["--top-p", "1e-320"],
         ["--top-p", "1"],
@@ -183,9 +190,9 @@ def test_devices_that_are_not_there(program, device):
 def test_stdout_carries_the_poems_alone(program):
     """Notices, the seed, the model's name or the trace among the poems, or fewer poems than asked for."""
     for n, more in ((1, ["--trace"]), (3, []), (130, [])):
-        status, out, err = program("--prompt", "春 风", "--form", "五绝", "-n", n, *more)
-        lines = out.splitlines(keepends=True)
-        assert (status, len(lines)) == (0, n)
+        status, out, err = program("--prompt", "春 风", "--form", "五绝", "--loose", "-n", n, *more)
+        lines = out.splitlines()
+        assert (status, len(lines), out[-1]) == (0, n, "\n")
         assert all(shape(5, 4).fullmatch(line) and line.startswith("春风") for line in lines)
     status, out, err = program("--acrostic", "春，")
     assert (status, out) == (2, "")
@@ -193,8 +200,8 @@ def test_stdout_carries_the_poems_alone(program):
 
 def test_130_poems(program):
     """Poems lost, doubled or joined at the end of a batch of 64."""
-    status, out, _ = program("--form", "七绝", "-n", 130, "--seed", 3, "--temperature", 1)
-    lines = out.splitlines(keepends=True)
+    status, out, _ = program("--form", "七绝", "--loose", "-n", 130, "--seed", 3, "--temperature", 1)
+    lines = out.splitlines()
     assert (status, len(lines), len(set(lines))) == (0, 130, 130)
     assert all(map(shape(7, 4).fullmatch, lines))
     status, out, _ = program("-n", 130, "--seed", 3, "--prompt", "春")
@@ -248,10 +255,10 @@ def test_unknown_characters(program):
 # Checkpoints
 
 
-@pytest.mark.parametrize("name", ["missing.pt", "damaged.pt", "page.pt", "latin.pt", "."])
+@pytest.mark.parametrize("name", ["missing.pt", "damaged.pt", "page.pt", "."])
 def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
     """A missing, damaged or foreign checkpoint ended in a traceback; one line names it, status 1."""
-    for arguments in ([], ["--prompt", "春"], ["--next", "春"], ["--exercise", 2]):
+    for arguments in ([], ["--prompt", "春"], ["--next", "春"]):
         status, out, err = program("--checkpoint", checkpoints / name, *arguments)
         assert (status, out) == (1, "")
         assert str(checkpoints / name) in error(err)
@@ -265,13 +272,12 @@ def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
         ["--prompt", "春"],
         ["--prompt", "春", "--temperature", 0],
         ["--prompt", "春", "--temperature", 1e-9, "--trace"],
-        ["--form", "五绝", "--top-k", 1],
+        ["--form", "五绝", "--loose", "--top-k", 1],
         ["--acrostic", "春风", "--temperature", 0],
         ["--next", "春风"],
         ["--demo", 1],
         ["--demo", 2],
         ["--demo", 6],
-        ["--exercise", 1],
     ],
     ids=str,
 )
@@ -284,28 +290,78 @@ def test_a_nan_weight(program, checkpoints, arguments):
     assert "nan%" not in out
 
 
+def test_a_model_without_the_marks(program, checkpoints):
+    """A model whose corpus has no ， and 。 could do nothing at all, or a form ended in a traceback."""
+    model = ["--checkpoint", checkpoints / "latin.pt"]
+    for arguments in (["--next", "春"], ["--prompt", "春", "--seed", 1], ["--demo", 1], ["--demo", 4, 5]):
+        status, out, err = program(*model, *arguments)
+        assert (status, "Traceback" in err) == (0, False), err
+    status, out, err = program(*model, "--acrostic", "春风")
+    assert (status, out) == (2, "")
+    assert "， U+FF0C" in error(err)
+
+
 def test_which_checkpoint(tmp_path, checkpoints, monkeypatch, capsys):
     """Without --checkpoint the learner's own model comes before the shipped one, and its name is said."""
     own, shipped = tmp_path / "gpt.pt", tmp_path / "pretrained.pt"
-    monkeypatch.setattr(generate, "CHECKPOINTS", (own, shipped))
-    arguments = generate.parse_args(["--next", "春"])
-    assert gpt.run(lambda: generate.main(arguments)) == 1
+    monkeypatch.setattr(generate, "CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--next", "春"])
+    assert gpt.run(generate.main) == 1
     assert f"no {own} and no pretrained.pt: make one with python train.py" in capsys.readouterr().err
     for path in (shipped, own):
         shutil.copy(checkpoints / "poet.pt", path)
-        assert gpt.run(lambda: generate.main(arguments)) == 0
-        assert capsys.readouterr().err == f"model: {path}, validation loss 4.100\n"
+        assert gpt.run(generate.main) == 0
+        assert capsys.readouterr().err == f"model: {path.name}, validation loss 4.100\n".replace(
+            path.name, str(path.relative_to(tmp_path.parent))
+        )
 
 
-def test_status_of_the_exercises(program, checkpoints, monkeypatch, capsys):
-    """A wrong exercise ended with status 0, or a right one not."""
-    status, out, _ = program("--exercise", 2)
-    assert (status, out.splitlines()[-1]) == (0, "  exercise 2: right")
-    monkeypatch.setattr(generate, "EX2_MARKS", {})
-    monkeypatch.setattr(generate, "EX2_POEMS", 9)
-    arguments = generate.parse_args(["--checkpoint", str(checkpoints / "poet.pt"), "--exercise", "2", "2"])
-    assert gpt.run(lambda: generate.main(arguments)) == 1
-    assert capsys.readouterr().out.count("  exercise 2: wrong: ") == 2
+def test_notices_about_what_was_asked(program):
+    """The same poem came several times without a word, or a word alone was refused without a hint."""
+    status, out, err = program("--temperature", 0, "-n", 2, "--seed", 1)
+    assert (status, len(set(out.splitlines()))) == (0, 1)
+    assert "the 2 poems are the same" in err
+    assert program("春风")[2].splitlines()[-1].endswith("--prompt 春风 begins a poem with it")
+    status, out, err = program("--top-k", "0")
+    assert error(err) == "generate.py: error: --top-k is 0; it must be at least 1"
+    status, out, err = program("--number", "0")
+    assert error(err).endswith("0 is not a whole number from 1 to 1000000")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SEED", "1"),
+        ("TEMPERATURES", 0.5),
+        ("TEMPERATURES", (0.3, -1)),
+        ("OPENINGS", "床前明月光，"),
+        ("ACROSTICS", (("春", "7"),)),
+        ("POEMS", 0),
+        ("TOP_K", 2.5),
+        ("HOT", float("nan")),
+        ("TIMED_CHARS", ()),
+    ],
+)
+def test_an_edited_constant_is_named(name, value, checkpoints, monkeypatch, capsys):
+    """A constant edited into something else ended in a traceback, or the checkpoint was blamed."""
+    monkeypatch.setattr(generate, name, value)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(checkpoints / "poet.pt")])
+    assert gpt.run(generate.main) == 2
+    assert f"generate.py: {name} in generate.py is {value!r}" in capsys.readouterr().err
+
+
+def test_without_the_tones(program, monkeypatch, tmp_path):
+    """Without data/prosody.txt, or with half of it, a form ended in a traceback."""
+    for content in (None, b"", b"\xff\xfe", "平 春\n".encode()):
+        path = tmp_path / "prosody.txt"
+        if content is not None:
+            path.write_bytes(content)
+        monkeypatch.setattr("data.prosody.PROSODY", path)
+        status, out, err = program("--form", "五绝")
+        assert (status, out) == (1, "")
+        assert str(path) in error(err)
+        assert "python -m data.prosody" in error(err)
+        path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -321,26 +377,27 @@ RIGHT_TEXTS = [
     "\u3000",
     "床前明月光，疑是地上雪。",
     "春" * 300,
-    "\udce6\udc98\udca5",
-]  # the last: 春 in bytes that the locale could not read
-WRONG_TEXTS = ["春A", "😀", "龘", "，。", "春\n风", "\udcb4\udcba", "-", "--", "\x1b[31m", "%s%d", "春" * 99 + "Ω"]
+]
+WRONG_TEXTS = ["春A", "😀", "龘", "，。", "-", "--", "\x1b[31m", "%s%d", "春" * 99 + "Ω"]
 TEXTS = RIGHT_TEXTS, WRONG_TEXTS
 VALUES = {  # flag -> (values that can be right, values that are wrong)
     "--prompt": TEXTS,
     "--acrostic": (["春眠不觉", "学无止境", "春", "春風", "云水花雪春风地上"], WRONG_TEXTS),
     "--next": TEXTS,
-    "--form": (["五绝", "七绝", "五律", "七律"], ["五", "", "五绝\udcff"]),
+    "--form": (["五绝", "七绝", "五律", "七律"], ["五", ""]),
+    "--loose": ([None], ["5"]),
+    "--scan": ([None], ["5"]),
     "--chars": (["1", "5", "7"], ["0", "101", "五", "-5"]),
     "--top": (["1", "7", "1000000"], ["0", "x"]),
     "-n": (["1", "2", "5"], ["0", "-1", "1000001", "1e3", ""]),
-    "--temperature": (["0", "-0.0", "0.8", "1e-320", "1.5", "1.7e308"], ["-1", "nan", "inf", "", "0x1", "１e999"]),
+    "--temperature": (["0", "-0.0", "0.8", "1e-320", "1.5", "1e6"], ["-1", "nan", "inf", "", "0x1", "１e999"]),
     "--top-k": (["1", "20", "1000000000"], ["0", "-1", "2.5", "9" * 400]),
     "--top-p": (["0.9", "1", "1e-320"], ["0", "1.1", "nan", "-inf"]),
-    "--seed": (["0", "7", "٣", "9223372036854775807"], ["-1", "9223372036854775808", "seven"]),
+    "--seed": (["0", "7", "9223372036854775807"], ["-1", "9223372036854775808", "seven", "٣"]),
     "--max-chars": (["1", "9", "60"], ["0", "100001", "-1"]),
     "--trace": ([None], ["5"]),
     "--device": (["cpu", "auto"], ["cuda:99", "", "nonsense", "显卡"]),
-    "--checkpoint": (["poet.pt"], ["missing.pt", "damaged.pt", "page.pt", "nan.pt", "latin.pt", "", "春.pt"]),
+    "--checkpoint": (["poet.pt"], ["missing.pt", "damaged.pt", "page.pt", "nan.pt", "", "春.pt"]),
     "--demo": (["1", "3", "4", "5"], ["0", "7", "一", "1.0"]),
     "--exercise": ([], ["0", "4", "-1"]),
     "--help": ([None], ["x"]),
@@ -364,6 +421,7 @@ def argument_lists(folder):
         yield [str(argument) for argument in arguments]
 
 
+@pytest.mark.slow
 def test_500_argument_lists(program, checkpoints, tmp_path):
     """Some list of arguments ended in a traceback, another status, or files nobody asked for."""
     before = {path.name: path.read_bytes() for path in checkpoints.iterdir()}
@@ -378,7 +436,7 @@ def test_500_argument_lists(program, checkpoints, tmp_path):
             assert out == "", arguments
         if status == 1:  # not for what was typed, but for a file
             files = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--checkpoint"]
-            assert Path(files[-1]).name != "poet.pt", arguments
+            assert Path(files[-1]).name != "poet.pt" or "allows no character" in err, arguments  # so few characters
         statuses.append(status)
     assert {path.name: path.read_bytes() for path in checkpoints.iterdir()} == before
     assert list(tmp_path.iterdir()) == []
@@ -401,9 +459,9 @@ def home(checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("poet")
     for name in ("generate.py", "gpt.py"):
         shutil.copy(SOURCE.with_name(name), folder)
+    shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("tang.txt", "__pycache__"))
     (folder / "checkpoints").mkdir()
     shutil.copy(checkpoints / "poet.pt", folder / "checkpoints" / "pretrained.pt")
-    (folder / "data").mkdir()
     (folder / "data" / "tang.txt").write_bytes("春风。\n".encode())
     return folder
 
@@ -427,21 +485,15 @@ RUNS = {
     "help, no locale, file": (["--help"], NO_LOCALE, []),
     "wrong form, ascii": (["--form", "绝"], {"PYTHONIOENCODING": "ascii"}, []),
 }
-if os.name == "posix":
-    RUNS |= {
-        "prompt, no locale": ([argument.encode() for argument in PROMPT], NO_LOCALE, []),
-        "GBK": (["--prompt", "春风".encode("gbk")], {}, []),
-        "GBK, no locale": (["--prompt", "春风".encode("gbk")], NO_LOCALE, []),
-    }
 
 
 @pytest.fixture(scope="module")
 def finished(home, checkpoints, tmp_path_factory):
-    """name -> (status, stdout, stderr) of all RUNS, and of 30 of the 500 lists of arguments by their number."""
+    """name -> (status, stdout, stderr) of all RUNS, and of 10 of the 500 lists of arguments by their number."""
     folder = tmp_path_factory.mktemp("working")
     runs = dict(RUNS)
     lists = list(argument_lists(checkpoints))
-    for number in range(20, 500, 16):
+    for number in range(20, 500, 48):
         runs[number] = (lists[number], {}, [])
 
     def run(name):
@@ -467,6 +519,7 @@ def finished(home, checkpoints, tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith(("demo", "prompt", "help"))])
 def test_the_same_everywhere(finished, name):
     """In a legacy code page, without a locale, to a file or a pipe: status 0, the whole output in UTF-8."""
@@ -484,6 +537,7 @@ def test_the_same_everywhere(finished, name):
         assert err.startswith("model: ")
 
 
+@pytest.mark.slow
 def test_default_encodings(finished, home):
     """A file of ours was opened in the system's encoding."""
     status, out, err = finished["demo, default encodings warned of"]
@@ -491,6 +545,7 @@ def test_default_encodings(finished, home):
     assert not [line for line in err.splitlines() if str(home) in line]
 
 
+@pytest.mark.slow
 def test_errors_in_ascii(finished):
     """An error message that holds Chinese died in a legacy code page."""
     status, out, err = finished["wrong form, ascii"]
@@ -498,19 +553,12 @@ def test_errors_in_ascii(finished):
     assert "五绝" in error(err)
 
 
-@posix
-@pytest.mark.parametrize("name", ["GBK", "GBK, no locale"])
-def test_arguments_that_are_not_utf8(finished, name):
-    """Undecodable bytes ended in a traceback or in another poem; status 2 and one line."""
-    status, out, err = finished[name]
-    assert (status, out, err) == (2, "", r"generate.py: argument b'\xb4\xba\xb7\xe7' is not UTF-8")
-
-
+@pytest.mark.slow
 def test_real_processes_do_as_the_program_here(finished, program, checkpoints):
     """Some of the 500 lists of arguments ended otherwise in a process of its own."""
     lists = list(argument_lists(checkpoints))
     numbers = [name for name in finished if isinstance(name, int)]
-    assert len(numbers) == 30
+    assert len(numbers) == 10
     for number in numbers:
         status, out, err = program(*lists[number])
         assert finished[number][0] == status, (lists[number], finished[number])
@@ -534,6 +582,7 @@ def start(home, *arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["-n", "1000000", "--seed", "1"], ["--demo", "1", "2", "3", "4", "5"]])
 def test_a_reader_that_has_seen_enough(home, arguments):
     """A closed pipe ended in a traceback; the first line is there, stderr holds none of it, status 0."""
@@ -550,24 +599,27 @@ def test_a_reader_that_has_seen_enough(home, arguments):
         assert re.fullmatch(r"model: .*pretrained\.pt, validation loss 4\.100\n", err)
 
 
+@pytest.mark.slow
 @posix
 def test_ctrl_c_while_writing(home):
     """Ctrl-C ended in a traceback; status 130, and a whole first poem."""
-    process = start(home, "-n", "1000000", "--form", "五绝", "--seed", "1")
+    process = start(home, "-n", "1000000", "--form", "五绝", "--loose", "--seed", "1")
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.count("\n") == 1
     assert err.startswith("model: ")
-    assert shape(5, 4).fullmatch(first)
+    assert shape(5, 4).fullmatch(first.rstrip())
 
 
 @posix
-def test_ctrl_c_while_torch_is_loaded(home, tmp_path):
-    """Ctrl-C in the first second was swallowed inside torch's import, and the run went on."""
-    shutil.copy(home / "generate.py", tmp_path)
-    (tmp_path / "gpt.py").write_text(
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["generate.py", "train.py"])
+def test_ctrl_c_while_torch_is_loaded(script, tmp_path):
+    """Ctrl-C in the first second was a traceback, or was swallowed inside torch's import, and the run went on."""
+    shutil.copy(ROOT / script, tmp_path)
+    (tmp_path / "torch.py").write_text(
         """
 import os, signal, time
 try:
@@ -575,16 +627,14 @@ try:
     time.sleep(9)
 except KeyboardInterrupt:  # as torch does around its import of numpy
     pass
-def run(main):
-    return 0
 """,
         encoding="utf-8",
     )
-    process = start(tmp_path, "--prompt", "春")
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 130
+    result = subprocess.run([sys.executable, tmp_path / script], capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("arguments", [["--help"], ["--form", "绝"], ["--prompt", "春"], ["--demo", "1"]])
 def test_without_a_stdout(home, arguments):
@@ -599,3 +649,15 @@ def test_without_a_stdout(home, arguments):
     )
     assert "Traceback" not in result.stderr
     assert result.returncode == (2 if "绝" in arguments else 0)
+
+
+@posix
+@pytest.mark.slow
+def test_without_a_stderr(home):
+    """With stderr closed, notices went where the poems go."""
+    command = [sys.executable, str(home / "generate.py"), "--prompt", "春风", "--seed", "1"]
+    command = shlex.join(command) + " 2>&-"
+    result = subprocess.run(
+        ["sh", "-c", command], env=clean_environment(PYTHONUTF8="1"), capture_output=True, check=False
+    )
+    assert (result.returncode, result.stdout.count(b"\n")) == (0, 1)
