@@ -252,7 +252,8 @@ def demo_continue(model, vocab):
 def demo_acrostic(model, vocab):
     print("== 5. 藏头诗：每句开头的字由我们指定，其余由模型写")
     if not {"，", "。"} <= vocab.ids.keys():
-        return print("demo 5 needs ， and 。, which the model does not know", file=sys.stderr)
+        print("demo 5 needs ， and 。, which the model does not know", file=sys.stderr)
+        return
     generator = seeded()
     for given, n_char in ACROSTICS:
         for heads in known([given], vocab, "ACROSTICS"):

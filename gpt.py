@@ -398,7 +398,7 @@ def save_state(path, state):
 def write_file(path, data):
     """Write data (bytes) as `save_state` does."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is written over
+    temporary = path.with_name(f".{path.name}.tmp")  # one that a killed run left is written over
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -414,9 +414,10 @@ def write_file(path, data):
                     raise
                 time.sleep(patience)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise OSError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # there only when something went wrong
 
 
 def load_state(path):
