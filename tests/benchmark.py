@@ -1,19 +1,22 @@
 """How fast the model writes and learns, beside other ways to do the same with the same weights.
 
-    python tests/benchmark.py decode          # the lesson's loop, ours with and without the cache, NumPy, the floor
+    python tests/benchmark.py decode          # the lesson's loop, ours with and without the cache, NumPy, others
     python tests/benchmark.py train           # a training step in both forms of the loss
     python tests/benchmark.py decode --json   # the same figures for a program
 
+Where transformers, or llama-cpp-python and gguf, are installed, they write with the same weights in float32.
 Contenders take turns, round by round, so that whatever else the machine does falls on all of them alike. Each
 is warmed up first; the median of the rounds is quoted, with the shortest and the longest.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -26,8 +29,8 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file only
-from gpt import GPT, GPTConfig, load_checkpoint, pick_device, run  # noqa: E402
-from train import PARAMETERS, make_optimizers  # noqa: E402
+from gpt import GPT, GPTConfig, load_checkpoint, pick_device, run
+from train import make_optimizers, parse_args
 
 PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
 VOCAB_SIZE = 6289  # of random weights, where there is no checkpoint
@@ -35,6 +38,7 @@ ROUNDS, LONG_ROUNDS, TRAIN_ROUNDS = 5, 3, 8
 LENGTHS = (32, 64, 120)  # characters of a single text
 BATCHES, BATCH_LENGTH = (1, 3, 16, 64), 64
 LONG_BLOCK, LONG, SHORT = 512, 500, 100
+PREFIX = 100  # characters of a prompt that 64 poems share
 MEMORY = 256 * 2**20  # bytes, more than a CPU's cache holds
 
 
@@ -45,15 +49,15 @@ MEMORY = 256 * 2**20  # bytes, more than a CPU's cache holds
 class LessonBlock(nn.Module):
     """A layer as the lesson writes it, with the weights of one of ours."""
 
-    def __init__(self, ours):
+    def __init__(self, ours, n_head):
         super().__init__()
-        self.ours, self.n_head = ours, ours.attn.n_head
+        self.ours, self.n_head = ours, n_head
 
     def attention(self, x, cache):
         B, T, C = x.shape
         q, k, v = (
             t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-            for t in self.ours.attn.c_attn(x).split(C, dim=2)
+            for t in self.ours.attn["c_attn"](x).split(C, dim=2)
         )  # (B, H, T, C/H) each
         if "k" in cache:
             k = torch.cat([cache["k"], k], dim=2)
@@ -63,11 +67,12 @@ class LessonBlock(nn.Module):
         mask = torch.ones(T, total, dtype=torch.bool, device=x.device).tril(diagonal=total - T)
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(C // self.n_head)  # (B, H, T, total)
         y = F.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ v  # (B, H, T, C/H)
-        return self.ours.attn.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+        return self.ours.attn["c_proj"](y.transpose(1, 2).contiguous().view(B, T, C))
 
     def forward(self, x, cache):
         x = x + self.attention(self.ours.ln_1(x), cache)
-        return x + self.ours.mlp(self.ours.ln_2(x))
+        hidden = F.gelu(self.ours.mlp["c_fc"](self.ours.ln_2(x)), approximate="tanh")
+        return x + self.ours.mlp["c_proj"](hidden)
 
 
 class Lesson(nn.Module):
@@ -75,7 +80,7 @@ class Lesson(nn.Module):
 
     def __init__(self, ours):
         super().__init__()
-        self.ours, self.blocks = ours, nn.ModuleList(LessonBlock(block) for block in ours.h)
+        self.ours, self.blocks = ours, nn.ModuleList(LessonBlock(block, ours.config.n_head) for block in ours.h)
 
     def forward(self, idx, caches, start):
         pos = torch.arange(start, start + idx.size(1), device=idx.device)
@@ -122,7 +127,112 @@ def as_gpt2(model):
     return other.to(model.wte.weight.device).eval()
 
 
-def decoders(model, first):
+class LlamaCpp:
+    """Our model in llama.cpp, float32 throughout. Raises RuntimeError if its logits differ from ours by 0.01."""
+
+    def __init__(self, model, folder, threads):
+        import llama_cpp
+
+        self.lib, self.threads, self.V = llama_cpp, threads, model.config.vocab_size
+        path = str(Path(folder) / "model.gguf")
+        write_gguf(model, path)
+        llama_cpp.llama_backend_init()
+        self.silent = llama_cpp.llama_log_callback(lambda *_: None)  # must live as long as the library
+        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), options)
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(1.0))
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(1))
+        self.sampler = chain
+        self.one, self.many = self.context(1, LENGTHS[-1] + 8), self.context(BATCHES[-1], BATCH_LENGTH + 16)
+        self.compare(model)
+
+    def context(self, rows, length):
+        """(context, memory) with float32 keys and values for so many rows of so many characters."""
+        options = self.lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_seq_max = rows * length, 512, rows
+        options.n_threads = options.n_threads_batch = self.threads
+        options.type_k = options.type_v = 0  # float32
+        context = self.lib.llama_init_from_model(self.model, options)
+        return context, self.lib.llama_get_memory(context)
+
+    def compare(self, model):
+        context, memory = self.one
+        ids = torch.randint(self.V, (1, 20), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            ours = model(ids)[0][0].numpy()
+        self.lib.llama_memory_clear(memory, True)
+        for row, i in zip(ours, ids[0].tolist(), strict=True):
+            self.feed(context, [i], [0])
+            theirs = np.ctypeslib.as_array(self.lib.llama_get_logits_ith(context, -1), (self.V,))
+            if abs(row - theirs).max() > 0.01:
+                raise RuntimeError(f"llama.cpp computes other logits: they differ by {abs(row - theirs).max()}")
+
+    def feed(self, context, ids, rows, place=None):
+        """Give each row its next id; place: the position of all, or None to go on."""
+        if len(ids) == 1:
+            batch = self.lib.llama_batch_get_one((self.lib.llama_token * 1)(ids[0]), 1)
+        else:
+            batch = self.batch
+            batch.n_tokens = len(ids)
+            for j, i in enumerate(ids):
+                batch.token[j], batch.pos[j], batch.n_seq_id[j], batch.logits[j] = i, place, 1, 1
+                batch.seq_id[j][0] = rows[j]
+        if self.lib.llama_decode(context, batch):
+            raise RuntimeError("llama.cpp could not go on")
+
+    def write(self, first, n):
+        context, memory = self.one
+        self.lib.llama_memory_clear(memory, True)
+        i = first
+        for _ in range(n):
+            self.feed(context, [i], [0])
+            i = self.lib.llama_sampler_sample(self.sampler, context, -1)
+
+    def write_many(self, first, rows, n):
+        context, memory = self.many
+        self.batch = self.lib.llama_batch_init(rows, 0, 1)
+        self.lib.llama_memory_clear(memory, True)
+        ids = [first] * rows
+        for place in range(n):
+            self.feed(context, ids, range(rows), place)
+            ids = [self.lib.llama_sampler_sample(self.sampler, context, j) for j in range(rows)]
+        self.lib.llama_batch_free(self.batch)
+
+
+def write_gguf(model, path):
+    """Write our model as a GGUF file of the gpt2 architecture, float32, its biases 0."""
+    import gguf
+
+    config, C = model.config, model.config.n_embd
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(C)
+    writer.add_feed_forward_length(4 * C)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    weights = {"token_embd": model.wte.weight, "position_embd": model.wpe.weight, "output": model.wte.weight}
+    biased = {"output_norm": model.ln_f.weight}
+    for i, block in enumerate(model.h):
+        parts = {"attn_norm": block.ln_1, "attn_qkv": block.attn["c_attn"], "attn_output": block.attn["c_proj"]}
+        parts |= {"ffn_norm": block.ln_2, "ffn_up": block.mlp["c_fc"], "ffn_down": block.mlp["c_proj"]}
+        biased |= {f"blk.{i}.{name}": part.weight for name, part in parts.items()}
+    for name, weight in (weights | biased).items():
+        writer.add_tensor(f"{name}.weight", weight.detach().numpy())
+    for name, weight in biased.items():
+        writer.add_tensor(f"{name}.bias", np.zeros(len(weight), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def decoders(model, first, llama):
     """{name: a function of n that writes n characters after the one character first}, all with the same weights."""
     device = model.wte.weight.device
     idx = torch.tensor([[first]], device=device)
@@ -146,6 +256,8 @@ def decoders(model, first):
         contenders["(e) transformers"] = lambda n: other.generate(idx, max_new_tokens=n, attention_mask=mask, **kwargs)
     else:
         print("transformers is not installed: its row is left out", file=sys.stderr)
+    if llama:
+        contenders["(f) llama.cpp"] = partial(llama.write, first)
     return contenders
 
 
@@ -196,19 +308,32 @@ def matmul_rate(device, n=1024, repeats=5):
 # ratios: {name: (value, what it should be)}
 
 
-def decode(device):
+def decode(device, folder):
     threads = torch.get_num_threads()
     model, first, which = load(device)
     prompt = torch.tensor([[first]], device=device)
     most = LENGTHS[-1]
 
-    contenders = decoders(model, first)
+    llama = None
+    if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
+        llama = LlamaCpp(model, folder, threads)
+    else:
+        print("llama-cpp-python or gguf is not installed: the row of llama.cpp is left out", file=sys.stderr)
+    contenders = decoders(model, first, llama)
     single = take_turns(
         {(name, n): partial(write, n) for n in LENGTHS for name, write in contenders.items()}, ROUNDS, device
     )
-    batches = take_turns(
-        {B: partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES}, ROUNDS, device
-    )
+    groups = {B: partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES}
+    if llama:
+        groups["llama.cpp"] = partial(llama.write_many, first, BATCHES[-1], BATCH_LENGTH)
+    batches = take_turns(groups, ROUNDS, device)
+
+    text = torch.randint(model.config.vocab_size, (1, PREFIX), generator=torch.Generator().manual_seed(0))
+    shared = text.expand(BATCHES[-1], -1).to(device)
+    other = shared.clone()
+    other[0, 0] = (other[0, 0] + 1) % model.config.vocab_size  # one row that differs: nothing is shared
+    rows = {"shared": shared, "not shared": other}
+    prefix = take_turns({name: partial(model.generate, ids, 1) for name, ids in rows.items()}, ROUNDS, device)
 
     torch.manual_seed(0)
     large = GPT(GPTConfig(model.config.vocab_size, block_size=LONG_BLOCK)).to(device).eval()
@@ -272,33 +397,49 @@ def decode(device):
     ]
     middle = {key: statistics.median(seconds) for key, seconds in (single | long).items()}
     rate = {B: B / statistics.median(batches[B]) for B in BATCHES}
+    first_character = {name: statistics.median(seconds) for name, seconds in prefix.items()}
     ratios = {
         f"lesson's loop / ours, {most} characters": (
             middle["(a) the lesson's loop", most] / middle["(b) ours", most],
-            "at least 1.6",
+            "at least 2.3",
         ),
         "ours on one thread / the floor": (statistics.median(steps[1]) / statistics.median(memory[1]), "at most 3.3"),
         f"{BATCHES[-1]} at once / one": (rate[BATCHES[-1]] / rate[1], "at least 9"),
         f"no cache / cache, block_size {LONG_BLOCK}, {LONG} characters": (
             middle["ours, no cache", LONG] / middle["ours", LONG],
-            "at least 6",
+            "at least 7",
         ),
         f"{LONG} / {SHORT} characters, block_size {LONG_BLOCK}": (
             middle["ours", LONG] / middle["ours", SHORT],
             "at most 5.5",
         ),
+        f"first character of {BATCHES[-1]}, prompt of {PREFIX}: not shared / shared": (
+            first_character["not shared"] / first_character["shared"],
+            "at least 4",
+        ),
     }
     if "(e) transformers" in contenders:
         ratios[f"transformers / ours, {most} characters"] = (
             middle["(e) transformers", most] / middle["(b) ours", most],
-            "at least 2.3",
+            "at least 3.0",
         )
+    if llama:
+        ratios |= {
+            f"ours / llama.cpp, {most} characters": (
+                middle["(b) ours", most] / middle["(f) llama.cpp", most],
+                "at most 1.5",
+            ),
+            f"{BATCHES[-1]} at once: characters a second, ours / llama.cpp": (
+                statistics.median(batches["llama.cpp"]) / statistics.median(batches[BATCHES[-1]]),
+                "at least 1",
+            ),
+        }
     return which, tables, ratios
 
 
-def train(device):
-    p = argparse.Namespace(**{name: value for name, (value, *_) in PARAMETERS.items()})
-    config = GPTConfig(VOCAB_SIZE, p.block_size, p.n_layer, p.n_head, p.n_embd, p.dropout)
+def train(device, folder):
+    p = parse_args([])[0]
+    config = GPTConfig(VOCAB_SIZE)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(VOCAB_SIZE, (2, p.batch_size, p.block_size), generator=generator).to(device)
     losses = {
@@ -379,9 +520,9 @@ def main():
     parser.add_argument(
         "--threads",
         type=int,
-        default=torch.get_num_threads(),
+        default=1,
         metavar="N",
-        help="of torch; NumPy has its own (OMP_NUM_THREADS) (default: %(default)s)",
+        help="of torch and llama.cpp; NumPy has its own (OMP_NUM_THREADS) (default: 1, as generate.py)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto; NumPy stays on the CPU (default: cpu)")
     args = parser.parse_args()
@@ -389,7 +530,8 @@ def main():
         parser.error(f"--threads {args.threads}: at least 1")
     torch.set_num_threads(args.threads)
     device = pick_device(args.device)
-    which, tables, ratios = {"decode": decode, "train": train}[args.what](device)
+    with tempfile.TemporaryDirectory() as folder:
+        which, tables, ratios = {"decode": decode, "train": train}[args.what](device, folder)
     heading = f"{args.what}: {which}; {device}, threads: {args.threads}, torch {torch.__version__}"
     if args.json:
         print(json.dumps({"heading": heading, "tables": tables, "ratios": ratios}, ensure_ascii=False))
