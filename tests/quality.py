@@ -56,7 +56,7 @@ def measure(poems, prosody, known, model, vocab):
     formed = [poem for poem in poems if FORM.fullmatch(poem)]
     tones, rhymes = ([kept(poem, prosody) for poem in formed] for kept in (tones_kept, rhymes_kept))
     ends = [Counter(line_ends(poem)) for poem in formed]
-    letters = [Counter(poem.replace("，", "").replace("。", "")) for poem in formed]
+    letters = [Counter(re.sub(r"(.)\1", r"\1", re.sub("[，。]", "", poem))) for poem in formed]  # 悠悠 counts once
     lines = [line for poem in formed for line in lines_of(poem)]
 
     def share(flags):
