@@ -115,8 +115,8 @@ class Block(nn.Module):
 
     def weights(self):
         """ln_1, c_attn (C, C + 2 * kv), c_proj (C, C), ln_2, c_fc (C, 4C), c_proj (4C, C)."""
-        attn, mlp = self.attn.values(), self.mlp.values()
-        return [part.weight.t() for part in (self.ln_1, *attn, self.ln_2, *mlp)]
+        parts = (self.ln_1, *self.attn.values(), self.ln_2, *self.mlp.values())
+        return [part.weight.t() for part in parts]
 
 
 def linear(n_in, n_out):
@@ -218,11 +218,11 @@ class GPT(nn.Module):
         noise = exponential_noise(generator, B, self.config.vocab_size, steps=32)
         stopped = torch.zeros(B, dtype=torch.bool, device=idx.device)
         for step in range(max_new_tokens):
-            if idx.size(1) - begin > block_size:
+            if idx.size(1) - begin > block_size:  # the window is full: drop its oldest half
                 begin, start = begin + (block_size + 1) // 2, 0
             text = idx[:, begin:]  # (B, up to block_size)
             allowed = constraint(idx).expand(B, -1) if constraint else None  # (B, V)
-            if is_forced(allowed):
+            if is_forced(allowed):  # such as the heads and marks of an acrostic: put in, not drawn
                 next_id = allowed.int().argmax(dim=-1)  # (B,)
             else:
                 if use_cache:  # lesson: prefill the whole prompt, then decode only what is new

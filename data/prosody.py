@@ -27,7 +27,7 @@ LEAST_MEMBERS = 3
 
 @dataclass
 class Prosody:
-    """What is known of the characters; both dicts have the commonest first."""
+    """What is known of the characters, of each tone and rhyme group the commonest first."""
 
     tones: dict  # character: 平 (level) or 仄 (oblique); one whose evidence is thin or divided has none
     rhymes: dict  # character: the number of its rhyme group, 0 the commonest
