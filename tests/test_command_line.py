@@ -350,6 +350,13 @@ def test_an_edited_constant_is_named(name, value, checkpoints, monkeypatch, caps
     assert f"generate.py: {name} in generate.py is {value!r}" in capsys.readouterr().err
 
 
+def test_heads_and_lines(program):
+    """An acrostic of two heads was taken for a form of four lines."""
+    status, out, err = program("--acrostic", "春风", "--form", "五绝")
+    assert (status, out) == (2, "")
+    assert error(err) == "generate.py: --acrostic has 2 characters, but 五绝 has 4 lines"
+
+
 def test_without_the_tones(program, monkeypatch, tmp_path):
     """Without data/prosody.txt, or with half of it, a form ended in a traceback."""
     for content in (None, b"", b"\xff\xfe", "平 春\n".encode()):
