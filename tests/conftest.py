@@ -49,6 +49,18 @@ def cached_and_not(model, idx, new, seed=0, **knobs):
     return cached
 
 
+def record_passes(model):
+    """A list that notes (rows, start, T) of all that is fed to the model from now on."""
+    passes, hidden = [], model.hidden
+
+    def recorded(idx, caches=None, start=0, layers=None):
+        passes.append((idx.size(0), start, idx.size(1)))
+        return hidden(idx, caches, start, layers)
+
+    model.hidden = recorded
+    return passes
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(seed=0, **sizes) -> a random model; its weights are large, so that a small fault changes what it writes."""

@@ -1,8 +1,8 @@
 """The same network once more, in NumPy alone and sharing nothing with gpt.py: what the tests compare gpt.py with.
 
 `weights` is a dict of arrays by the names in a checkpoint: wte.weight, h.0.attn.c_attn.weight and so on.
-The matrices are (out, in), and nothing has a bias. T characters, C dimensions, H heads, G of keys and values, V
-characters known.
+The matrices are (out, in), and nothing has a bias. T characters, C dimensions, H heads of D = C/H dimensions,
+G of them for keys and values, V characters known.
 """
 
 import numpy as np
@@ -22,20 +22,18 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def n_layer(weights):
-    return sum(name.endswith("attn.c_attn.weight") for name in weights)
-
-
-def kv_heads(weights, n_head):
-    """G, the heads of keys and values: what c_attn has beside the C rows of the queries."""
-    C = weights["wpe.weight"].shape[1]
-    return (len(weights["h.0.attn.c_attn.weight"]) - C) * n_head // (2 * C)
+def sizes(weights, n_head):
+    """(layers, G, D): G, the heads of keys and values, follows from the shape of c_attn, (C + 2 * G * D, C)."""
+    layers = sum(name.endswith("attn.c_attn.weight") for name in weights)
+    rows, C = weights["h.0.attn.c_attn.weight"].shape
+    D = C // n_head
+    return layers, (rows - C) // (2 * D), D
 
 
 def new_cache(weights, n_head):
-    """Room for the keys and values of every layer and position: (layers, 2, G, block_size, C/H)."""
-    block_size, C = weights["wpe.weight"].shape
-    return np.zeros((n_layer(weights), 2, kv_heads(weights, n_head), block_size, C // n_head), np.float32)
+    """Room for the keys and values of every layer and position: (layers, 2, G, block_size, D)."""
+    layers, G, D = sizes(weights, n_head)
+    return np.zeros((layers, 2, G, len(weights["wpe.weight"]), D), np.float32)
 
 
 def logits(weights, n_head, ids, cache=None, start=0):
@@ -44,24 +42,31 @@ def logits(weights, n_head, ids, cache=None, start=0):
     cache: a `new_cache` filled up to position start; it is filled up to start+T. Without one, start is 0.
     """
     cache = new_cache(weights, n_head) if cache is None else cache
-    T, total = len(ids), start + len(ids)
+    (layers, G, D), T, total = sizes(weights, n_head), len(ids), start + len(ids)
     x = weights["wte.weight"][ids] + weights["wpe.weight"][start:total]  # (T, C)
-    C, D, G = x.shape[1], x.shape[1] // n_head, kv_heads(weights, n_head)
+    C = x.shape[1]
     future = np.arange(total) > np.arange(start, total)[:, None]  # (T, total)
-    for i in range(n_layer(weights)):
-        w = {
-            part: weights[f"h.{i}.{part}.weight"]
-            for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-        }
-        qkv = layer_norm(x, w["ln_1"]) @ w["attn.c_attn"].T  # (T, C + 2 * G * C/H)
+    for i in range(layers):
+        parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        w = {part: weights[f"h.{i}.{part}.weight"] for part in parts}
+        qkv = layer_norm(x, w["ln_1"]) @ w["attn.c_attn"].T  # (T, C + 2 * G * D)
         q, k, v = (part.reshape(T, -1, D).transpose(1, 0, 2) for part in np.split(qkv, [C, C + G * D], axis=1))
         cache[i, 0, :, start:total], cache[i, 1, :, start:total] = k, v
-        k, v = cache[i, :, :, :total].repeat(n_head // G, axis=1)  # (H, total, C/H) each
-        scores = q @ k.transpose(0, 2, 1) / np.float32(np.sqrt(C // n_head))  # (H, T, total)
-        scores[:, future] = -np.inf
-        x = x + (softmax(scores) @ v).transpose(1, 0, 2).reshape(T, C) @ w["attn.c_proj"].T
+        q = q.reshape(G, -1, T, D)  # (G, H/G, T, D): neighbouring heads of q share one of k and v
+        k, v = cache[i, :, :, None, :total]  # (G, 1, total, D) each
+        scores = q @ k.swapaxes(2, 3) / np.float32(np.sqrt(D))  # (G, H/G, T, total)
+        scores[..., future] = -np.inf
+        y = (softmax(scores) @ v).reshape(n_head, T, D).transpose(1, 0, 2).reshape(T, C)
+        x = x + y @ w["attn.c_proj"].T
         x = x + gelu(layer_norm(x, w["ln_2"]) @ w["mlp.c_fc"].T) @ w["mlp.c_proj"].T
     return layer_norm(x, weights["ln_f.weight"]) @ weights["wte.weight"].T
+
+
+def loss(weights, n_head, ids, targets):
+    """The mean cross-entropy in nats of targets (T,) after ids (T,); a target of -100 does not count."""
+    probs = softmax(logits(weights, n_head, ids).astype(np.float64))
+    counted = targets != -100
+    return -np.log(probs[counted, targets[counted]]).mean()
 
 
 def generate(weights, n_head, ids, rng, temperature=1.0):

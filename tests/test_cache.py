@@ -4,23 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import cached_and_not, prompt, seeded
+from conftest import cached_and_not, prompt, record_passes, seeded
 
 import gpt
-from gpt import DecodingError, GPTConfig, KVCache, causal_mask
-
-
-def watch(model):
-    """Note the (start, length) of everything that is fed to the model from now on."""
-    fed, hidden = [], model.hidden
-
-    def watched(idx, caches=None, start=0, layers=None):
-        fed.append((start, idx.size(1)))
-        return hidden(idx, caches, start, layers)
-
-    model.hidden = watched
-    return fed
-
+from gpt import DecodingError, GPTConfig, KVCache, attention, causal_mask
 
 # ---------------------------------------------------------------------------------------------------
 # Attention and positions
@@ -32,31 +19,28 @@ def test_causal_mask():
     assert causal_mask(3, 3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 2])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("queries", [1, 2, 3, 6])
 def test_few_queries_on_many_keys(queries, n_kv_head):
-    """Attention of the last 1, 2, 3 of 6 positions differed from the last rows of all 6 at once."""
-    torch.manual_seed(0)
-    config = GPTConfig(20, 8, n_head=2, n_embd=16, n_kv_head=n_kv_head)
-    c_attn, c_proj = torch.randn(16, 16 + 16 * n_kv_head), torch.randn(16, 16)
-    x = torch.randn(2, 6, 16)
-
-    def attention(x, cache=None, start=0):
-        return gpt.attention(x, c_attn, c_proj, config, cache, start)
-
+    """Attention of the last 1, 2, 3 of 6 positions equals the last rows of all 6 at once."""
+    config = GPTConfig(20, 8, n_head=4, n_embd=16, n_kv_head=n_kv_head)
+    c_attn, c_proj = torch.randn(16, 16 + 8 * n_kv_head, generator=seeded(1)), torch.randn(16, 16, generator=seeded(2))
+    x = torch.randn(2, 6, 16, generator=seeded(3))
     cache = KVCache(config, 2, 6)
-    if queries < 6:
-        attention(x[:, : 6 - queries], cache, 0)
-    part = attention(x[:, 6 - queries :], cache, 6 - queries)
-    torch.testing.assert_close(part, attention(x)[:, 6 - queries :], rtol=0, atol=1e-4)
+    whole, before = attention(x, c_attn, c_proj, config), 6 - queries
+    if before:
+        attention(x[:, :before], c_attn, c_proj, config, cache, 0)
+    part = attention(x[:, before:], c_attn, c_proj, config, cache, before)
+    torch.testing.assert_close(part, whole[:, before:], rtol=0, atol=1e-4)
     changed = x + torch.tensor([0.0, 0, 0, 0, 0, 1])[:, None]  # what comes last changes nothing before it
-    torch.testing.assert_close(attention(changed)[:, :5], attention(x)[:, :5], rtol=0, atol=0)
+    assert attention(changed, c_attn, c_proj, config)[:, :5].equal(whole[:, :5])
 
 
 @torch.no_grad()
-def test_every_split_of_a_prompt(tiny):
+@pytest.mark.parametrize("n_kv_head", [2, 1])
+def test_every_split_of_a_prompt(tiny, n_kv_head):
     """Several characters on a cache saw the future or too little; all 64 splits of 7 characters equal one pass."""
-    model, idx = tiny(), prompt(7, rows=2)
+    model, idx = tiny(n_kv_head=n_kv_head), prompt(7, rows=2)
     whole = model(idx)[0]
     for cuts in range(2**6):
         edges = [0, *(i + 1 for i in range(6) if cuts >> i & 1), 7]
@@ -88,6 +72,34 @@ def test_past_the_window_and_the_cache_is_an_error(tiny):
         model(prompt(4), caches=[KVCache(model.config, 1, 3) for _ in model.h])
 
 
+def test_a_single_row_is_stored_for_all(tiny):
+    """A prefix that rows share reached only the first of them, or was handed back for all of them."""
+    cache = KVCache(tiny().config, batch_size=3, length=5)
+    k, v = torch.randn(2, 1, 2, 4, 8, generator=seeded())  # (B, G, T, C/H) each, of one row
+    assert [x.shape for x in cache.append(k, v, 0)] == [k.shape, v.shape]
+    newest = torch.randn(3, 2, 1, 8, generator=seeded(1))
+    all_k, all_v = cache.append(newest, -newest, 4)
+    assert all_k.equal(torch.cat([k.expand(3, -1, -1, -1), newest], dim=2))
+    assert all_v.equal(torch.cat([v.expand(3, -1, -1, -1), -newest], dim=2))
+
+
+@pytest.mark.parametrize(("n_kv_head", "heads"), [(None, 4), (4, 4), (2, 2), (1, 1)])
+def test_shared_heads_shrink_the_cache(tiny, n_kv_head, heads):
+    """The cache held a copy of k and v for every head of q, though they share them."""
+    model = tiny(n_head=4, n_kv_head=n_kv_head)
+    cache = KVCache(model.config, batch_size=3, length=5)
+    assert cache.k.shape == cache.v.shape == (3, heads, 5, 4)
+    assert model.h[0].attn["c_attn"].weight.shape == (16 + 2 * 4 * heads, 16)
+    assert model.config.n_kv_head == heads  # a number even where None was given: it goes into the file
+
+
+@pytest.mark.parametrize("n_kv_head", [3, 8, 0])
+def test_heads_that_cannot_be_shared_evenly(n_kv_head):
+    """A number of shared heads that does not fit crashed in the middle of attention."""
+    with pytest.raises(ValueError, match=f"n_kv_head {n_kv_head}|n_kv_head is {n_kv_head}"):
+        GPTConfig(20, n_head=4, n_kv_head=n_kv_head)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Runs
 
@@ -114,19 +126,19 @@ def test_edge_of_the_window(tiny, length, new):
     ],
 )
 def test_the_window_moves_in_strides(tiny, block_size, length, seen):
-    """A full window drops its oldest half; the cached run feeds what is left once, then one at a time."""
+    """A full window drops its oldest half; the cached run feeds what is left once, then one character at a time."""
     model = tiny(block_size=block_size)
-    fed = watch(model)
+    passes = record_passes(model)
     uncached = model.generate(prompt(length), len(seen), use_cache=False, generator=seeded())
-    assert fed == [(0, n) for n in seen]
-    fed.clear()
+    assert passes == [(1, 0, n) for n in seen]
+    passes.clear()
     cached = model.generate(prompt(length), len(seen), generator=seeded())
     assert cached.equal(uncached)
     # One pass a character and none after the last; a window that did not grow has moved.
-    expected = [(0, seen[0])]
+    expected = [(1, 0, seen[0])]
     for before, now in zip(seen, seen[1:], strict=False):
-        expected.append((now - 1, 1) if now > before else (0, now))
-    assert fed == expected
+        expected.append((1, now - 1, 1) if now > before else (1, 0, now))
+    assert passes == expected
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -141,7 +153,7 @@ def test_what_the_window_shows(tiny, use_cache):
 
 
 def test_the_cache_is_made_once_and_fits(tiny, monkeypatch):
-    """Caches grown at each step, or too large; there is one a layer, for what the run will feed."""
+    """Caches grew at each step, or were too large; there is one a layer, for what the run will feed."""
     made = []
     init = KVCache.__init__
     monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (made.append(args[1:3]), init(self, *args))[1])
@@ -167,48 +179,38 @@ KNOBS = [
 
 
 @pytest.mark.parametrize("knobs", KNOBS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_cached_is_uncached(tiny, knobs, rows):
-    """The cached run wrote other characters under some knob, batch, prompt or length."""
-    model = tiny(block_size=16)
-    for length, new in [(1, 60), (17, 5), (40, 20)]:
+@pytest.mark.parametrize(
+    ("rows", "n_kv_head"),
+    [(3, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(1, 4), (3, 4), (2, 1)])],
+)
+def test_cached_is_uncached(tiny, knobs, rows, n_kv_head):
+    """The cached run wrote other characters under some knob, batch, prompt, length or sharing of heads."""
+    model = tiny(block_size=16, n_head=4, n_kv_head=n_kv_head)
+    for length, new in [(1, 40), (17, 5), (40, 12)]:
         cached_and_not(model, prompt(length, rows), new, seed=length, **knobs)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_long_runs(tiny, seed):
-    """Rounding made 200 characters differ between the two paths, greedy or sampled, in one of 20 seeds."""
-    model, idx = tiny(seed, block_size=32), prompt(3, seed=seed)
-    cached_and_not(model, idx, 60, temperature=0)
-    # The ids alone would forgive a cache in half precision: most draws are not close.
-    runs = []
-    for use_cache in (True, False):
-        runs.append([])
-        knobs = {"use_cache": use_cache, "generator": seeded(seed), "watch": lambda logits, _: runs[-1].append(logits)}
-        runs[-1].insert(0, model.generate(idx, 200, **knobs))
-    (ids, *cached), (same, *uncached) = runs
-    assert ids.equal(same)
-    torch.testing.assert_close(torch.cat(cached), torch.cat(uncached), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_shared_keys_and_values(tiny, n_kv_head):
-    """Grouped-query attention wrote other characters with the cache, or its cache was no smaller."""
-    model = tiny(n_head=4, n_kv_head=n_kv_head, block_size=16)
-    cached_and_not(model, prompt(3, rows=2), 60)
-    cache = KVCache(model.config, 2, 10)
-    assert cache.k.shape == cache.v.shape == (2, n_kv_head, 10, 4)
-    with pytest.raises(ValueError, match="n_head 4 does not divide by n_kv_head 3"):
-        tiny(n_head=4, n_kv_head=3)
+    """Rounding made 200 characters differ between the two paths, greedy or drawn, in one of 20 seeds."""
+    model = tiny(seed, block_size=32)
+    for new, knobs in [(200, {}), (60, {"temperature": 0})]:
+        logits = []
+        cached_and_not(
+            model, prompt(3, seed=seed), new, seed=seed, watch=lambda x, _, seen=logits: seen.append(x), **knobs
+        )
+        # The ids alone would forgive a cache in half precision: most draws are not close.
+        assert len(logits) == 2 * new
+        torch.testing.assert_close(*torch.cat(logits).chunk(2), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_nothing_is_kept_between_runs(tiny, use_cache):
-    """The state of a run, or of one that died in the middle, leaked into the next."""
+    """The state of a run, or of a run that died in the middle, leaked into the next."""
     model = tiny()
     before = set(vars(model)), {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    def run(length, rows, seed):
+    def generate(length, rows, seed):
         return model.generate(prompt(length, rows), 20, temperature=1.2, use_cache=use_cache, generator=seeded(seed))
 
     def breaks(ids):
@@ -216,30 +218,215 @@ def test_nothing_is_kept_between_runs(tiny, use_cache):
             raise RuntimeError("in the middle")
         return torch.ones(20, dtype=torch.bool)
 
-    first = run(3, 1, seed=1)
-    run(5, 2, seed=2)
-    assert run(3, 1, seed=1).equal(first)
+    first = generate(3, 1, seed=1)
+    generate(5, 2, seed=2)
+    assert generate(3, 1, seed=1).equal(first)
     with pytest.raises(RuntimeError, match="in the middle"):
         model.generate(prompt(3), 20, constraint=breaks, use_cache=use_cache)
-    assert run(3, 1, seed=1).equal(first)
+    assert generate(3, 1, seed=1).equal(first)
     assert set(vars(model)) == before[0]
     assert all(tensor.equal(before[1][name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_common_prefix_is_computed_once(tiny):
-    """Rows that begin alike prefilled the same prompt once each; or rows that differ shared one."""
+def test_the_weights_are_read_anew_in_every_run(tiny):
+    """Weights fetched once and kept would be the old ones after a training step, or after a file is loaded."""
+    model = tiny(seed=1)
+    cached_and_not(model, prompt(3), 5)
+    model.load_state_dict(tiny(seed=2).state_dict())
+    assert cached_and_not(model, prompt(3), 20).equal(cached_and_not(tiny(seed=2), prompt(3), 20))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Forced characters
+
+
+def template(*places, rows=None, after=0):
+    """A constraint for places written after `after` characters: an id is forced, None leaves a choice of ids 1 to 19.
+
+    rows: None for a mask (V,), a number for masks (B, V), in which row r is forced to the id + r.
+    """
+
+    def constraint(ids):
+        place = places[ids.size(1) - after]
+        free = torch.arange(20) > 0
+        masks = [free if place is None else torch.arange(20) == (place + row) % 20 for row in range(rows or 1)]
+        return torch.stack(masks) if rows else masks[0]
+
+    return constraint
+
+
+TEMPLATES = {
+    "first": [5] + [None] * 11,
+    "last": [None] * 11 + [5],
+    "second and last but one": [None, 5] + [None] * 8 + [5, None],
+    "two in a row": [None] * 3 + [5, 6] + [None] * 7,
+    "before the slide": [None] * 4 + [5] + [None] * 7,  # after 3 characters the window of 8 is full
+    "at the slide": [None] * 5 + [5] + [None] * 6,
+    "after the slide": [None] * 6 + [5] + [None] * 5,
+    "across the slide": [None] * 3 + [5, 6, 7, 8] + [None] * 5,
+    "more than a window": [None] + list(range(1, 14)) + [None] * 3,
+    "all": list(range(1, 13)),
+    "every third": [5, None, None] * 6,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("rows", "shape"), [(1, "(V,)"), (3, "(V,)"), (3, "(B, V)")])
+@pytest.mark.parametrize("knobs", [{}, pytest.param({"temperature": 0}, marks=pytest.mark.slow), {"stop": 7}])
+def test_forced_characters_at_every_place(tiny, name, rows, shape, knobs):
+    """A forced character shifted a position, a stretch or the window of the cached run."""
+    model, places = tiny(), TEMPLATES[name]
+    for length in (1, 3, 9):
+        constraint = template(*places, rows=rows if shape == "(B, V)" else None, after=length)
+        ids = cached_and_not(model, prompt(length, rows), len(places), constraint=constraint, **knobs)
+        for row, written in enumerate(ids[:, length:].tolist()):
+            if 7 in written and "stop" in knobs:
+                written = written[: written.index(7)]
+            for place, i in zip(places, written, strict=False):
+                assert i > 0 if place is None else i == (place + row * (shape == "(B, V)")) % 20
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_forced_characters_take_no_chance(stub, use_cache):
+    """A forced character used up the noise of a draw, so that a template changed what its free places draw."""
+    model = stub([0.0] * 20, block_size=16)
+    free = model.generate(prompt(1, rows=2), 60, use_cache=use_cache, generator=seeded())[:, 1:]
+    places = [5, None, None, 6, 7, None] * 10
+    constraint = template(*places, after=1)
+
+    def all_may_come(ids):  # at the free places; `template` leaves out 0
+        return constraint(ids) | (constraint(ids).sum() > 1)
+
+    ids = model.generate(
+        prompt(1, rows=2), len(places), constraint=all_may_come, use_cache=use_cache, generator=seeded()
+    )
+    drawn = [t for t, place in enumerate(places, start=1) if place is None]
+    assert ids[:, drawn].equal(free[:, : len(drawn)])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_acrostic_takes_a_pass_for_each_free_character(tiny, use_cache):
+    """The model was asked for what is forced: an acrostic of 4 lines of 7 takes 24 passes, not 32."""
+    model = tiny(block_size=40)
+    passes = record_passes(model)
+    places = [head_or_mark for i in range(4) for head_or_mark in [i + 1, *[None] * 6, 10 + i]]
+    watched = []
+    model.generate(
+        prompt(1),
+        len(places),
+        constraint=template(*places, after=1),
+        use_cache=use_cache,
+        watch=lambda logits, allowed: watched.append(allowed.sum().item()),
+    )
+    if use_cache:  # the prompt and a head; then a character, a mark and a head at once
+        starts = [(1, 0, 2), *[(1, 2 + i, 1) for i in range(5)]]
+        for line in range(1, 4):
+            begin = 8 * line - 1
+            starts += [(1, begin, 3), *[(1, begin + 3 + i, 1) for i in range(5)]]
+        assert passes == starts
+    assert len(passes) == 24
+    assert watched == [19] * 24  # a watcher sees draws only
+
+
+def test_forced_characters_set_the_offset_mask_to_work(tiny, monkeypatch):
+    """No run ever used the offset mask; here three queries meet a filled cache, and a wrong mask changes the text."""
+    asked = set()
+    model, places = tiny(block_size=64), [5, None, 6, 7, None, None, 8]
+    constraint = template(*places * 8, after=3)
+    with torch.no_grad():
+        for block in model.h:  # or what a query sees one place further would hardly change a draw
+            block.attn["c_attn"].weight *= 4
+
+    def texts(diagonal):
+        def mask(T, total, device=None):
+            asked.add((T, total))
+            return torch.ones(T, total, dtype=torch.bool).tril(diagonal=diagonal(T, total))
+
+        monkeypatch.setattr(gpt, "causal_mask", mask)
+        runs = [model.generate(prompt(3), 56, constraint=constraint, generator=seeded(i)) for i in range(3)]
+        return torch.stack(runs)
+
+    right = texts(lambda T, total: total - T)
+    assert sorted(asked)[:4] == [(3, 7), (3, 11), (3, 14), (3, 18)]
+    assert texts(lambda T, total: total - T).equal(right)
+    for wrong in (lambda T, total: 0, lambda T, total: total - T - 1, lambda T, total: total - T + 1):
+        assert not texts(wrong).equal(right)
+
+
+def test_one_forced_row_among_others(tiny):
+    """A row that is forced alone is drawn with the others, from one id; the other rows keep their noise."""
     model = tiny(block_size=16)
-    sizes, hidden = [], model.hidden
-    model.hidden = lambda idx, *rest: sizes.append(tuple(idx.shape)) or hidden(idx, *rest)
-    alike, other = prompt(9).expand(4, -1), prompt(9, rows=4)
-    together = model.generate(alike, 6, generator=seeded(1))
-    assert sizes == [(1, 9), *[(4, 1)] * 5]
-    assert len({tuple(row) for row in together.tolist()}) > 1  # from there on each goes its own way
-    sizes.clear()
-    model.generate(other, 6, generator=seeded(1))
-    assert sizes == [(4, 9), *[(4, 1)] * 5]
-    del model.hidden
-    assert cached_and_not(model, alike, 40, seed=1)[:, :15].equal(together)
+    passes = record_passes(model)
+
+    def constraint(ids):
+        allowed = torch.ones(3, 20, dtype=torch.bool)
+        allowed[1] = torch.arange(20) == ids.size(1)  # (B, V)
+        return allowed
+
+    ids = cached_and_not(model, prompt(2, rows=3), 12, constraint=constraint)
+    assert ids[1, 2:].tolist() == list(range(2, 14))
+    assert len(passes) == 24
+    free = cached_and_not(model, prompt(2, rows=3), 12)
+    assert ids[[0, 2]].equal(free[[0, 2]])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_forced_id_needs_no_probability(stub, use_cache):
+    """What is forced is put in, even where the model gives it a logit of minus infinity."""
+    model = stub(torch.ones(5, 5))
+    with torch.no_grad():
+        model.wte.weight[3, 0] = -math.inf  # the logit of 3 is -inf, at every place
+        model.wte.weight[3, 1:] = 1
+    ids = model.generate(
+        torch.zeros(2, 1, dtype=torch.long), 9, constraint=lambda ids: torch.arange(5) == 3, use_cache=use_cache
+    )
+    assert ids[:, 1:].eq(3).all()
+
+
+# ---------------------------------------------------------------------------------------------------
+# A prefix that rows share
+
+
+@pytest.mark.parametrize("n_kv_head", [2, 1])
+@pytest.mark.parametrize("length", [1, 5, 8, 20])
+def test_a_shared_prefix_is_computed_once(tiny, length, n_kv_head):
+    """Equal rows were each computed, or wrote other characters than rows computed apart."""
+    model = tiny(n_kv_head=n_kv_head)
+    passes = record_passes(model)
+    idx = prompt(length).expand(4, -1)
+    ids = cached_and_not(model, idx, 20)
+    assert len({tuple(row) for row in ids.tolist()}) == 4  # the rows differ from the first draw on
+    cached, uncached = passes[:20], passes[20:]
+    assert [rows for rows, _, _ in cached] == [1] + [4] * 19
+    assert [rows for rows, _, _ in uncached] == [4] * 20
+    assert cached[0] == (1, 0, min(length, 8))
+
+
+def test_forced_characters_belong_to_the_shared_prefix(tiny):
+    """An acrostic's first head ended the sharing, or was left out of what is shared."""
+    model = tiny()
+    passes = record_passes(model)
+    cached_and_not(model, prompt(3).expand(3, -1), 9, constraint=template(5, 6, *[None] * 7, after=3))
+    assert passes[:2] == [(1, 0, 5), (3, 5, 1)]
+
+
+def test_equal_rows_share_after_the_slide_too(tiny):
+    """At temperature 0 equal rows stay equal: what is fed again after the window's slide is one row."""
+    model = tiny()
+    passes = record_passes(model)
+    cached_and_not(model, prompt(8).expand(3, -1), 6, temperature=0)
+    assert passes[:6] == [(1, 0, 8), (1, 0, 5), (3, 5, 1), (3, 6, 1), (3, 7, 1), (1, 0, 5)]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_rows_that_differ_are_not_shared(tiny, place):
+    """Rows that differ in any character, be it the first or the last, were taken for equal."""
+    model, idx = tiny(), prompt(5).repeat(3, 1)
+    idx[2, place] = (idx[2, place] + 1) % 20
+    passes = record_passes(model)
+    cached_and_not(model, idx, 12, temperature=0)
+    assert passes[0] == (3, 0, 5)
+    assert model.generate(idx, 12, temperature=0)[2].equal(model.generate(idx[2:], 12, temperature=0)[0])
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -258,13 +445,26 @@ def test_a_stopped_row_is_padded(stub, use_cache):
     assert stub(counts_down).generate(idx, 3, stop=2, use_cache=use_cache).tolist() == ids[:, :5].tolist()
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_forced_stop_ends_a_row(stub, use_cache):
+    """A stop that is put in, not drawn, ended nothing; a row that has stopped took what is forced in its place."""
+    model, flat = stub([0.0] * 6), torch.tensor([[0], [0]])
+    assert model.generate(flat, 50, stop=2, constraint=lambda ids: torch.arange(6) == 2).tolist() == [[0, 2], [0, 2]]
+
+    def constraint(ids):  # row 0 stops at once, row 1 counts up
+        return torch.arange(6) == torch.tensor([[2], [0]]) + (ids.size(1) - 1)
+
+    ids = model.generate(flat, 50, stop=2, constraint=constraint, use_cache=use_cache)
+    assert ids.tolist() == [[0, 2, 2, 2], [0, 0, 1, 2]]
+
+
 def test_nothing_to_write_or_to_read(tiny):
-    """Writing 0 characters gives the prompt back and computes nothing; below 0, or without a prompt, is an error."""
+    """max_new_tokens 0 gives the prompt back and computes nothing; below 0, or without a prompt, is an error."""
     model = tiny()
-    fed = watch(model)
+    passes = record_passes(model)
     for length in (1, 8, 30):
         assert model.generate(prompt(length, rows=2), 0, stop=1).equal(prompt(length, rows=2))
-    assert not fed
+    assert not passes
     with pytest.raises(ValueError, match="max_new_tokens is -1"):
         model.generate(prompt(3), -1)
     with pytest.raises(ValueError, match="prompt is empty"):
@@ -275,7 +475,8 @@ def test_the_prompt_is_not_written_to(tiny):
     """A run wrote into the ids it was given."""
     idx = prompt(3)
     before = idx.clone()
-    tiny().generate(idx, 9)[:] = 0
+    for new in (9, 0):
+        tiny().generate(idx, new)[:] = 0
     assert idx.equal(before)
 
 
@@ -316,105 +517,3 @@ def test_an_empty_row_is_named_at_its_step(tiny):
     """One row without a choice among others that have one."""
     with pytest.raises(DecodingError, match="^step 1: the constraint allows no"):
         tiny().generate(prompt(2, rows=2), 5, constraint=lambda ids: torch.tensor([[True] * 20, [False] * 20]))
-
-
-# ---------------------------------------------------------------------------------------------------
-# What is forced is put in
-
-LINE = [None, None, 7, 3, None, None, None, 7]  # a template: None is any id but 7, a number that id
-FORCED = {
-    "an acrostic": [5, None, None, 7, 6, None, None, 7],
-    "the first": [5, None, None],
-    "the last": [None, None, 5],
-    "all": [5, 6, 5, 6, 7, 7, 1, 2, 3, 4],
-    "none": [None] * 9,
-    "two at the slide of the window": [None] * 4 + [7, 5, 7, 5] + [None] * 6,
-    "past the window": LINE * 5,
-}
-
-
-def follow(template, length, rows=None):
-    """A constraint that what comes after `length` ids follows the template; as (V,), or as (rows, V)."""
-
-    def constraint(ids):
-        entry = template[ids.size(1) - length]
-        mask = torch.arange(20) != 7 if entry is None else torch.arange(20) == entry
-        return mask if rows is None else mask.repeat(rows, 1)
-
-    return constraint
-
-
-@pytest.mark.parametrize("name", FORCED)
-@pytest.mark.parametrize(("rows", "per_row"), [(1, False), (3, False), (3, True)])
-def test_forced_ids(tiny, name, rows, per_row):
-    """A forced id asked the model, was drawn, shifted the cache, or came out otherwise without the cache."""
-    template, model = FORCED[name], tiny()
-    rule = follow(template, 3, rows if per_row else None)
-    ids = cached_and_not(model, prompt(3, rows), len(template), constraint=rule)
-    for t, entry in enumerate(template, 3):
-        assert (ids[:, t] != 7).all() if entry is None else (ids[:, t] == entry).all()
-    fed = watch(model)
-    seen = []
-    model.generate(prompt(3, rows), len(template), constraint=rule, watch=lambda *_: seen.append(1))
-    assert len(fed) == len(seen) == template.count(None)  # one pass for each character that is drawn
-
-
-def test_an_acrostic_takes_a_pass_a_drawn_character(tiny):
-    """The heads and marks of an acrostic of 4 x 7 cost passes: 32 instead of 24."""
-    model = tiny(block_size=40)
-    fed = watch(model)
-    template = [5, *[None] * 6, 7] * 4
-    model.generate(prompt(1), len(template), constraint=follow(template, 1))
-    assert len(fed) == 24
-    assert sorted({length for _, length in fed}) == [1, 2, 3]  # the prompt and a head, one, the mark and a head
-
-
-@pytest.mark.parametrize("diagonal", [-1, 1])
-def test_the_offset_mask_is_at_work(tiny, monkeypatch, diagonal):
-    """No run ever used the offset mask: a wrong one changed nothing."""
-    model, template, calls = tiny(block_size=40), [5, None, None, None, 7] * 6, []
-    rule = follow(template, 1)
-    right = model.generate(prompt(1, rows=30), len(template), constraint=rule, generator=seeded())
-
-    def wrong(T, total, device=None):
-        calls.append((T, total))
-        mask = torch.ones(T, total, dtype=torch.bool).tril(diagonal=total - T + diagonal)
-        return mask | (torch.arange(total) == 0)
-
-    monkeypatch.setattr(gpt, "causal_mask", wrong)
-    assert not model.generate(prompt(1, rows=30), len(template), constraint=rule, generator=seeded()).equal(right)
-    assert any(1 < T < total for T, total in calls)
-
-
-def test_putting_in_takes_no_chance(stub):
-    """A forced id used up random numbers, so that the ids after it were others than without it."""
-    model = stub(torch.zeros(20))
-    plain, forced = [None] * 4, [None, 7, 7, None, None, 7, None]
-    drawn = []
-    for template in (plain, forced):
-        rule = follow(template, 1)
-        ids = model.generate(prompt(1), len(template), constraint=rule, generator=seeded(4))[0, 1:].tolist()
-        drawn.append([i for i in ids if i != 7])
-    assert drawn[0] == drawn[1]
-
-
-def test_a_forced_id_that_the_model_rules_out(stub):
-    """An id that is forced, though its logit is -inf, ended in an error or was another one."""
-    model = stub(torch.tensor([0.0] * 7 + [-math.inf] + [0.0] * 12))
-    template = [None, 7, None]
-    assert model.generate(prompt(1), 3, constraint=follow(template, 1), generator=seeded())[0, 2] == 7
-
-
-def test_one_row_alone_is_forced(tiny):
-    """With one row forced and another not, the first got another id, or the second lost its choice."""
-    model = tiny()
-
-    def rule(ids):
-        mask = torch.ones(2, 20, dtype=torch.bool)
-        if ids.size(1) % 2:
-            mask[0] = torch.arange(20) == 5
-        return mask
-
-    ids = cached_and_not(model, prompt(3, rows=2), 20, constraint=rule)
-    assert (ids[0, 3::2] == 5).all()
-    assert len(set(ids[1, 3::2].tolist())) > 1

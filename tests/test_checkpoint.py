@@ -1,4 +1,4 @@
-"""Checkpoints: what is refused and how it is named, what a file may hold, and that a failing save harms nothing."""
+"""Checkpoints: what is refused and how it is named, and that a failing save harms nothing. How a script ends."""
 
 import errno
 import io
@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gpt import (
     Vocabulary,
     load_checkpoint,
     load_state,
+    run,
     save_checkpoint,
     save_state,
     write_file,
@@ -123,7 +125,7 @@ def test_weights_that_do_not_match_are_named(saved, name):
 
 WRONG_PARTS = {
     "fewer characters": (lambda s: s.update(chars=VOCAB.chars[:-1]), "19 characters, but a vocab_size of 20"),
-    "a character twice": (lambda s: s.update(chars=VOCAB.chars[:-1] + "春"), "of 20 characters only 19"),
+    "a character twice": (lambda s: s.update(chars=VOCAB.chars[:-1] + "春"), "of 20 characters only 19 are different"),
     "no characters": (lambda s: s.pop("chars"), "chars"),
     "no config": (lambda s: s.pop("config"), "config"),
     "no weights": (lambda s: s.pop("weights"), "weights"),
@@ -132,7 +134,9 @@ WRONG_PARTS = {
     "config that is none": (lambda s: s.update(config=3), "config|mapping"),
     "heads": (lambda s: s["config"].update(n_head=3), "n_embd 16 does not divide by n_head 3"),
     "size": (lambda s: s["config"].update(n_layer=0), "n_layer is 0"),
-    "size in words": (lambda s: s["config"].update(block_size="8"), "not supported between"),
+    "size in words": (lambda s: s["config"].update(block_size="8"), "'str' and 'int'"),
+    "shared heads": (lambda s: s["config"].update(n_kv_head=3), "n_head 2 does not divide by n_kv_head 3"),
+    "other shared heads": (lambda s: s["config"].update(n_kv_head=1), r"c_attn.weight.*\[48, 16\].*\[32, 16\]"),
     "dropout": (lambda s: s["config"].update(dropout=1.0), "dropout is 1.0"),
 }
 
@@ -155,29 +159,53 @@ def test_a_damaged_file_is_named(saved):
     damaged += [b"\x00" * 500, b"<!DOCTYPE html>\n" * 50, b"\x80\x04.", pickle.dumps([1, 2], protocol=2), whole[200:]]
     for data in damaged:
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint .*; get it anew"):
+        with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint \(.+\); get it anew$"):
             load_checkpoint(path)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match=r"gpt\.pt is not a checkpoint: it holds a list"):
+        load_checkpoint(path)
     for missing in (path.with_name("none.pt"), path.parent):
         with pytest.raises(OSError, match=missing.name):
             load_checkpoint(missing)
 
 
+def flip(path, whole, place, bit=0):
+    """Write the bytes of whole to path, one bit changed."""
+    changed = bytearray(whole)
+    changed[place] ^= 1 << bit
+    path.write_bytes(changed)
+
+
 def test_a_flipped_bit_is_noticed(saved):
-    """A bit that flipped in a file, in the weights too, was believed."""
-    path = saved[0]
+    """A bit that changed on the way made other weights, and the model wrote on with them."""
+    path, model = saved
     whole = path.read_bytes()
-    for i in range(60):
-        data = bytearray(whole)
-        data[len(data) * i // 60 + 40] ^= 1 << i % 8
-        path.write_bytes(data)
+    for weight in model.state_dict().values():
+        data = weight.numpy().tobytes()
+        begin = whole.index(data)
+        for place in (begin, begin + len(data) // 2, begin + len(data) - 1):
+            flip(path, whole, place, bit=place % 8)
+            with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged .*; get it anew"):
+                load_checkpoint(path)
+    path.write_bytes(whole)
+    assert load_checkpoint(path)[0].wte.weight.equal(model.wte.weight)
+
+
+def test_a_bit_flipped_anywhere_changes_nothing_unnoticed(saved):
+    """Between the parts of a file there are bytes without a meaning, such as dates; all others are checked."""
+    path, model = saved
+    whole = path.read_bytes()
+    noticed = 0
+    for place in range(0, len(whole), len(whole) // 120):
+        flip(path, whole, place, bit=place % 8)
         try:
-            loaded = load_state(path)
+            loaded, vocab, info = load_checkpoint(path)
         except CheckpointError:
+            noticed += 1
             continue
-        path.write_bytes(whole)  # a bit between the parts of the archive changes nothing
-        original = load_state(path)
-        assert loaded["chars"] == original["chars"]
-        assert all(tensor.equal(loaded["weights"][name]) for name, tensor in original["weights"].items())
+        assert (vocab.chars, info, loaded.config) == (VOCAB.chars, INFO, model.config)
+        assert all(tensor.equal(loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert noticed > 60
 
 
 def test_a_file_from_a_gpu_opens_on_the_cpu(saved, monkeypatch):
@@ -227,47 +255,74 @@ def test_a_save_that_raises_in_the_middle(saved):
     assert listing(path.parent) == ["gpt.pt"]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device")])
-def test_a_write_that_fails_leaves_the_old_file(saved, monkeypatch, call, error):
-    """A full disk lost the old file, or left a half one; the error names the path."""
-    path, before = saved[0], saved[0].read_bytes()
+def failing(error, times=10**9):
+    """A function that raises error, the first `times` times that it is called."""
+    calls, replace = [], os.replace
 
-    def fails(*args):
-        raise error
-
-    monkeypatch.setattr(gpt.os, call, fails)
-    with pytest.raises(type(error), match=r"cannot write .*gpt\.pt: No space"):
-        save_checkpoint(path, saved[1], VOCAB, {})
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert listing(path.parent) == ["gpt.pt"]
-    save_checkpoint(path, saved[1], VOCAB, {})  # and the next one works
-    assert load_checkpoint(path)[2] == {}
-
-
-@pytest.mark.parametrize("times", [1, 3, 99])
-def test_a_scanner_that_holds_the_file(saved, monkeypatch, times):
-    """A virus scanner on Windows that held the file for a moment ended the run; for good, it is an error."""
-    path, before = saved[0], saved[0].read_bytes()
-    replace, calls = os.replace, []
-
-    def held(*args):
+    def call(*args):
         calls.append(args)
         if len(calls) <= times:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        replace(*args)
+            raise error
+        return replace(*args)
 
-    monkeypatch.setattr(gpt.os, "replace", held)
-    monkeypatch.setattr(gpt.time, "sleep", lambda seconds: None)
-    if times < 9:
-        write_file(path, b"new")
-        assert path.read_bytes() == b"new"
-    else:
-        with pytest.raises(OSError, match=r"cannot write .*gpt\.pt: Permission denied"):
-            write_file(path, b"new")
-        assert path.read_bytes() == before
+    return call
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """The seconds that the code wanted to sleep, and did not."""
+    seconds = []
+    monkeypatch.setattr(gpt.time, "sleep", seconds.append)
+    return seconds
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(saved, monkeypatch, slept, call):
+    """An error in a write lost the old file, left half of a new one, or did not say which file."""
+    path, before = saved[0], saved[0].read_bytes()
+    monkeypatch.setattr(gpt.os, call, failing(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"^cannot write .*gpt\.pt: No space left on device$"):
+        save_checkpoint(path, saved[1], VOCAB, {})
+    assert path.read_bytes() == before
     assert listing(path.parent) == ["gpt.pt"]
+    assert slept == []  # a full disk does not get better in a second
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_ctrl_c_in_a_write_leaves_the_old_file(saved, monkeypatch, call):
+    """Ctrl-C in a write lost the old file; what it leaves beside it is written over by the next write."""
+    path, before = saved[0], saved[0].read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt.os, call, failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(path, saved[1], VOCAB, {})
+    assert path.read_bytes() == before
+    path.with_name(".gpt.pt.tmp").write_bytes(before * 2)  # longer than what comes
+    save_checkpoint(path, saved[1], VOCAB, {})
+    assert load_checkpoint(path)[2] == {}
+    assert listing(path.parent) == ["gpt.pt"]
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_a_file_that_is_held_for_a_moment(saved, monkeypatch, slept, times):
+    """On Windows a virus scanner that holds the file for a moment ended a training run."""
+    path = saved[0]
+    monkeypatch.setattr(gpt.os, "replace", failing(PermissionError(errno.EACCES, "Permission denied"), times))
+    save_checkpoint(path, saved[1], VOCAB, {})
+    assert load_checkpoint(path)[2] == {}
+    assert slept == [0.1, 0.2, 0.4, 0.8][:times]
+    assert listing(path.parent) == ["gpt.pt"]
+
+
+def test_a_file_that_is_held_for_good(saved, monkeypatch, slept):
+    """A file that another program keeps open was waited for without end, or lost; the error names it."""
+    path, before = saved[0], saved[0].read_bytes()
+    monkeypatch.setattr(gpt.os, "replace", failing(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(OSError, match=r"^cannot write .*gpt\.pt: Permission denied$"):
+        save_checkpoint(path, saved[1], VOCAB, {})
+    assert path.read_bytes() == before
+    assert listing(path.parent) == ["gpt.pt"]
+    assert sum(slept) < 2
 
 
 def child(code, *args):
@@ -314,8 +369,9 @@ for name in ("fsync", "replace"):
     assert len(lines) == 4, result.stderr
     assert f"cannot write {path}: " in lines[0]
     assert lines[1:] == ["['gpt.pt']", "9 ['old']", "9 ['old']"]
-    assert listing(tmp_path) == [".gpt.pt.tmp", "gpt.pt"]
-    save_state(path, {"next": torch.zeros(3)})  # the next save takes what the killed ones left with it
+    assert listing(tmp_path) == [".gpt.pt.tmp", "gpt.pt"]  # or the kill came too late
+    save_state(path, {"new": 1})
+    assert load_state(path) == {"new": 1}
     assert listing(tmp_path) == ["gpt.pt"]
 
 
@@ -354,7 +410,7 @@ def test_vocabulary():
     assert len(VOCAB) == 20
     with pytest.raises(ValueError, match=r"20 characters: A U\+0041  😀 U\+1F600  U\+200B$"):
         VOCAB.encode("春A眠😀A\u200b😀")
-    with pytest.raises(ValueError, match="of 3 characters only 2"):
+    with pytest.raises(ValueError, match="of 3 characters only 2 are different"):
         Vocabulary("春眠春")
 
 
@@ -372,52 +428,84 @@ def test_sizes_that_make_no_model(name, value):
 # How a script ends
 
 
-def fails(error):
+def raising(error):
     def main():
+        print("a poem")
         raise error
 
     return main
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (UserError("no such thing", 2), 2, "no such thing"),
-        (CheckpointError("x.pt is damaged"), 1, "x.pt is damaged"),
-        (OSError("cannot write x"), 1, "cannot write x"),
-        (DecodingError("step 3: non-finite logits"), 1, "step 3: non-finite logits"),
-        (MemoryError(), 1, "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "can't allocate memory"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_errors_that_a_user_can_cause(error, status, said, capsys):
-    """An error of a user's doing ended in a traceback, with another status, or in more than a line."""
-    assert gpt.run(fails(error)) == status
+ENDS = {
+    "wrong usage": (UserError("--seed: not a number", 2), 2, "--seed: not a number"),
+    "failure": (UserError("no poem"), 1, "no poem"),
+    "checkpoint": (CheckpointError("gpt.pt is damaged"), 1, "gpt.pt is damaged"),
+    "decoding": (DecodingError("step 3: no character"), 1, "step 3: no character"),
+    "file": (FileNotFoundError(2, "No such file", "gpt.pt"), 1, "gpt.pt: No such file"),
+    "memory": (MemoryError(), 1, "out of memory"),
+    "torch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "can't allocate memory"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_failure_is_one_line(monkeypatch, capsys, name):
+    """What a user can cause ended in a traceback, or with status 0; it is one line on stderr that names the script."""
+    error, status, message = ENDS[name]
+    monkeypatch.setattr(sys, "argv", ["folder/generate.py"])
+    assert run(raising(error)) == status
     out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err
-    assert err.count("\n") == bool(said)
+    assert out == "a poem\n"
+    assert err.startswith("generate.py: ")
+    assert err.endswith(f"{message}\n")
+    assert err.count("\n") == 1
 
 
-def test_an_error_of_ours_is_a_traceback():
-    """A fault of the program's own was swallowed as a line."""
-    for error in (RuntimeError("shapes do not match"), IndexError(), ValueError("x")):
-        with pytest.raises(type(error)):
-            gpt.run(fails(error))
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 cannot be multiplied"), ValueError("x"), KeyError("x")])
+def test_a_fault_of_ours_shows_where(error):
+    """A fault of the program was swallowed as one line that nobody can act on; it stays a traceback."""
+    with pytest.raises(type(error)) as caught:
+        run(raising(error))
+    assert caught.value is error
 
 
-def test_without_a_stderr(monkeypatch, capsys):
-    """With stderr closed, notices went to stdout, among the poems."""
-    monkeypatch.setattr(sys, "stderr", None)
-    assert gpt.run(lambda: print("a notice", file=sys.stderr) or print("a poem")) == 0
-    assert gpt.run(fails(UserError("no", 2))) == 2
-    assert capsys.readouterr().out == "a poem\n"
+def test_the_other_ends(capsys):
+    """The status of main got lost, and Ctrl-C printed a traceback."""
+    assert [run(lambda status=status: status) for status in (None, 0, 1, 2)] == [0, 0, 1, 2]
+    assert run(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
 
 
-def test_a_stream_that_cannot_be_reconfigured(monkeypatch):
-    """In a notebook, whose streams are no files, the scripts ended with an AttributeError."""
-    stream = io.StringIO()
+def speak():
+    print("春风")
+    print("a notice", file=sys.stderr)
+
+
+@pytest.mark.parametrize("closed", ["stderr", "stdout"])
+def test_a_closed_stream_swallows_what_it_gets(monkeypatch, closed):
+    """Without a stderr print(file=None) put notices among the poems on stdout; without a stdout nothing was told."""
+    streams = {name: io.TextIOWrapper(io.BytesIO()) for name in ("stdout", "stderr")}
+    for name, stream in (streams | {closed: None}).items():
+        monkeypatch.setattr(sys, name, stream)
+    assert run(speak) == 0
+    assert run(raising(UserError("no poem"))) == 1
+    kept = {"stderr": "春风\na poem\n", "stdout": f"a notice\n{Path(sys.argv[0]).name}: no poem\n"}[closed]
+    other = streams["stdout" if closed == "stderr" else "stderr"]
+    other.flush()
+    assert other.buffer.getvalue().decode("utf-8") == kept
+
+
+def test_streams_speak_utf8(monkeypatch):
+    """A terminal of another encoding made Chinese an error; half a character shows as its code."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    assert gpt.run(lambda: print("诗")) == 0
-    assert stream.getvalue() == "诗\n"
+    assert run(lambda: print("春风\udc80")) == 0
+    assert stream.buffer.getvalue() == "春风\\udc80\n".encode()
+
+
+def test_streams_that_cannot_be_reconfigured(monkeypatch):
+    """A notebook's or an editor's own stream, which has no reconfigure, ended the script at its start."""
+    streams = {name: io.StringIO() for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert run(speak) == 0
+    assert [stream.getvalue() for stream in streams.values()] == ["春风\n", "a notice\n"]

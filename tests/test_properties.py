@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import cached_and_not, prompt, seeded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +15,7 @@ settings.register_profile(
 )
 settings.load_profile("gpt")
 
-TEMPERATURES = st.one_of(
-    st.sampled_from([0, 5e-324, 1e-40, 1e-12, 0.3, 1, 1.5, 1e6]), st.floats(0.01, 100, allow_subnormal=False)
-)
+TEMPERATURES = st.one_of(st.sampled_from([0, 5e-324, 1e-40, 1e-12, 0.3, 1, 1.5, 1e6]), st.floats(0.01, 100))
 TOP_K = st.one_of(st.none(), st.integers(1, 12), st.just(10**6))
 TOP_P = st.one_of(st.none(), st.sampled_from([1e-300, 0.5, 0.9, 1]), st.floats(0, 1, exclude_min=True))
 
@@ -54,15 +53,15 @@ def test_sample(choice, temperature, top_k, top_p, seed):
     plain = probabilities(logits, **knobs)
     after_k = probabilities(logits, **knobs, top_k=top_k)
     probs = probabilities(logits, **knobs, top_k=top_k, top_p=top_p)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([sample(logits, generator, **knobs, top_k=top_k, top_p=top_p) for _ in range(5)])
+    generator = seeded(seed)
+    ids = torch.stack([sample(logits, **knobs, top_k=top_k, top_p=top_p, generator=generator) for _ in range(5)])
     assert logits.equal(before)
     assert ids.shape == (5, B)
     for b in range(B):
         free = [allowed is None or bool(allowed.expand(B, V)[b, i]) for i in range(V)]
         row = [float(x) if ok else -math.inf for x, ok in zip(logits[b], free, strict=True)]
 
-        # plain: a softmax of the allowed ones, in float64
+        # the temperature: a softmax of the allowed ids, in float64; 0 is top-1
         if temperature:
             weights = [math.exp(max((x - max(row)) / temperature, -800)) for x in row]
             expected = [w * ok * (x > -math.inf) / sum(weights) for w, ok, x in zip(weights, free, row, strict=True)]
@@ -99,42 +98,31 @@ def test_sample(choice, temperature, top_k, top_p, seed):
 @settings(max_examples=150)
 @given(st.data(), TEMPERATURES, TOP_K, TOP_P, st.integers(0, 2**32))
 def test_generate(tiny, data, temperature, top_k, top_p, seed):
-    """Cached equals uncached, bounded, the prompt kept, stopped rows padded, nothing banned."""
+    """Cached equals uncached, bounded, the prompt kept, stopped rows padded, nothing banned, the forced put in."""
     B, T, new = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12)), data.draw(st.integers(0, 20))
-    model = tiny(data.draw(st.integers(0, 3)), block_size=data.draw(st.integers(1, 9)))
-    idx = torch.randint(20, (B, T), generator=torch.Generator().manual_seed(seed))
+    sizes = {"block_size": data.draw(st.integers(1, 9)), "n_kv_head": data.draw(st.integers(1, 2))}
+    model = tiny(data.draw(st.integers(0, 3)), **sizes)
+    idx = prompt(T, rows=1 if data.draw(st.booleans()) else B, seed=seed).expand(B, -1)
     stop = data.draw(st.one_of(st.none(), st.integers(0, 19)))
     banned = data.draw(st.one_of(st.none(), st.lists(st.integers(0, 19), max_size=8), st.just(range(20))))
+    forced = data.draw(st.sets(st.integers(T, T + 19)))  # places that leave a single id
+    turn = data.draw(st.integers(0, 1))  # whether the rows have different masks
 
-    def constraint(ids):  # moves with the step and the row
-        mask = torch.ones(B, 20, dtype=torch.bool)
-        for row in range(B):
-            mask[row, [(i + row * ids.size(1)) % 20 for i in banned]] = False
-        return mask
+    def is_allowed(i, row, t):
+        i = (i - turn * row * t) % 20
+        return i not in banned and (i == min(set(range(20)) - set(banned)) or t not in forced)
 
-    def run(use_cache):
-        generator = torch.Generator().manual_seed(seed)
-        try:
-            return model.generate(
-                idx,
-                new,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop=stop,
-                constraint=None if banned is None else constraint,
-                use_cache=use_cache,
-                generator=generator,
-            )
-        except DecodingError as error:
-            return str(error)
+    def constraint(ids):
+        return torch.tensor([[is_allowed(i, row, ids.size(1)) for i in range(20)] for row in range(B)])
 
-    ids, uncached = run(True), run(False)
-    if isinstance(ids, str):
-        assert ids == uncached == "step 1: the constraint allows no character at all"
-        assert len(banned) == 20
-        return
-    assert ids.equal(uncached)
+    knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
+    if banned is not None:
+        knobs["constraint"] = constraint
+        if len(banned) == 20 and new:
+            with pytest.raises(DecodingError, match="^step 1: the constraint allows no character at all"):
+                model.generate(idx, new, **knobs)
+            return
+    ids = cached_and_not(model, idx, new, seed=seed, **knobs)
     assert ids[:, :T].equal(idx)
     assert T <= ids.size(1) <= T + new
     assert stop is not None or ids.size(1) == T + new
@@ -145,6 +133,5 @@ def test_generate(tiny, data, temperature, top_k, top_p, seed):
         end = written.index(stop) + 1 if stop in written else len(written)
         assert all(i == stop for i in written[end:])
         still = max(still, end)
-        for t, i in enumerate(written[:end], start=T):
-            assert not banned or i not in [(j + row * t) % 20 for j in banned]
+        assert banned is None or all(is_allowed(i, row, t) for t, i in enumerate(written[:end], start=T))
     assert still == ids.size(1) - T

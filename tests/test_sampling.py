@@ -8,15 +8,10 @@ import pytest
 import torch
 from conftest import ROOT, prompt, seeded
 
-import gpt
 from gpt import DecodingError, draw, exponential_noise, group_sizes, load_checkpoint, probabilities, sample
 
-LARGEST_U = 1 - 2**-24  # torch.rand gives 0, 2**-24, ... up to this
-
-
-def noise(u):
-    """What `draw` takes, from uniform numbers."""
-    return -u.clamp(min=2**-25).log()
+PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
+SMALLEST_E, LARGEST_E = -math.log(1 - 2**-24), -math.log(2**-25)  # of the largest u below 1, and of u = 0
 
 
 def log(*probs):
@@ -29,7 +24,7 @@ def survivors(logits, **knobs):
 
 @pytest.mark.parametrize("temperature", [0, 5e-324, 1e-300, 1e-40, 1e-12, 1e-5, 1e-4])
 def test_no_temperature_is_the_likeliest(tiny, temperature):
-    """Temperature 0 or nearly 0 divided into NaN or junk; it is the argmax, whatever the seed."""
+    """Temperature 0 or nearly 0 divided into NaN or junk; it takes the largest logit, whatever the seed."""
     model, ids = tiny(), torch.tensor([[3, 1, 4]])
     expected = ids
     for _ in range(5):
@@ -38,28 +33,41 @@ def test_no_temperature_is_the_likeliest(tiny, temperature):
         assert model.generate(ids, 5, temperature=temperature, generator=seeded(seed)).equal(expected)
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-12, 1e-5, 0.3, 1, 1.5, 1e3, 1e6])
+@pytest.mark.parametrize("V", [4, 20])
+@pytest.mark.parametrize("tied", ["all", "the last two", "first and last"])
+def test_temperature_0_is_top_1_in_ties_too(V, tied):
+    """Temperature 0 and top-k 1 took different ids among equal logits: two rules for one thing."""
+    logits = torch.zeros(50, V)
+    if tied != "all":
+        logits[:, [-2, -1] if tied == "the last two" else [0, -1]] = 1.0
+    greedy = sample(logits, temperature=0, generator=seeded(1))
+    assert greedy.equal(sample(logits, top_k=1, generator=seeded(2)))
+    assert greedy.eq(greedy[0]).all()  # nor does chance decide between equal ones
+    assert logits[0, greedy[0]] == logits.max()
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-12, 1e-5, 0.3, 1, 1.5, 1e6])
 def test_any_temperature_gives_probabilities(temperature):
     """Large logits over a small temperature overflowed."""
     probs = probabilities(torch.tensor([[3e4, 3e4 - 1, -3e4, 0.0]]), temperature=temperature)
     assert probs.sum().item() == pytest.approx(1)
     assert probs.argmax() == 0
     if temperature == 1e6:
-        assert probs.tolist()[0] == pytest.approx([0.25] * 4, abs=0.02)
+        assert probs.tolist()[0] == pytest.approx([0.25] * 4, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [{"temperature": t} for t in (-1, -1e-9, math.nan, math.inf, -math.inf, 1000001)]
+WRONG_KNOBS = (
+    [{"temperature": t} for t in (-1, -1e-9, math.nan, math.inf, -math.inf, 1000001.0)]
     + [{"top_k": k} for k in (0, -1)]
-    + [{"top_p": p} for p in (0, -0.1, 1.0001, math.nan, math.inf)],
+    + [{"top_p": p} for p in (0, -0.1, 1.0001, math.nan, math.inf)]
 )
-@pytest.mark.parametrize("greedy", [True, False])
-def test_wrong_knobs_are_refused(stub, knobs, greedy):
-    """Knobs outside their range masked everything or nothing; they are refused by name, also at 0."""
-    name, value = next(iter(knobs.items()))
-    if greedy:
-        knobs = {"temperature": 0} | knobs
+
+
+@pytest.mark.parametrize("knobs", WRONG_KNOBS)
+@pytest.mark.parametrize("others", [{}, {"temperature": 0}])
+def test_wrong_knobs_are_refused(stub, knobs, others):
+    """Knobs outside their range masked everything or nothing; they are refused by name, at temperature 0 too."""
+    (name, value), knobs = *knobs.items(), others | knobs
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         sample(torch.zeros(1, 5), **knobs)
     with pytest.raises(ValueError, match=f"{name} is {value}"):
@@ -68,15 +76,13 @@ def test_wrong_knobs_are_refused(stub, knobs, greedy):
 
 @pytest.mark.parametrize("top_k", [1, 2, 7, 19, 20, 21, 100000])
 def test_top_k_keeps_exactly_k(top_k):
-    """K above the vocabulary crashed, and a threshold kept every tie; k are kept, the likeliest."""
-    torch.manual_seed(0)
-    different, ties = torch.randn(1, 20), torch.zeros(1, 20)
+    """A k above the vocabulary crashed, and a threshold kept every tie; the k likeliest are kept."""
+    different, ties = torch.randn(1, 20, generator=seeded()), torch.zeros(1, 20)
     ties[0, 3] = 1
     for logits in (different, ties, torch.cat([different, ties])):
         probs = probabilities(logits, top_k=top_k)
         assert ((probs > 0).sum(dim=1) == min(top_k, 20)).all()
         likeliest = logits.topk(min(top_k, 20)).values
-        assert (probs[probs > 0].log().sum(dim=-1).isfinite()).all()
         for row, kept, values in zip(logits, probs > 0, likeliest, strict=True):
             assert row[kept].sort(descending=True).values.equal(values)
     if top_k >= 20:
@@ -129,7 +135,7 @@ def test_nothing_allowed_is_an_error(tiny, knobs, shape):
                 allowed[:] = False
         return allowed
 
-    with pytest.raises(DecodingError, match="^step 3: .*allows no character"):
+    with pytest.raises(DecodingError, match=r"^step 3: .*allows no character"):
         tiny(vocab_size=6).generate(torch.zeros(2, 2, dtype=torch.long), 9, constraint=constraint, **knobs)
 
 
@@ -149,8 +155,8 @@ def test_banned_ids_are_never_drawn(temperature):
 @pytest.mark.parametrize("temperature", [0, 0.5, 1, 1.5])
 def test_the_logits_are_not_written_to(temperature):
     """Filters edited the scores in place; a table of probabilities is the same before and after a draw."""
-    torch.manual_seed(0)
-    logits, allowed = torch.randn(2, 20), torch.rand(2, 20) < 0.8
+    logits = torch.randn(2, 20, generator=seeded())
+    allowed = torch.rand(2, 20, generator=seeded()) < 0.8
     before, allowed_before, table = logits.clone(), allowed.clone(), probabilities(logits)
     alone = [{}, {"top_k": 9}, {"top_p": 0.7}, {"allowed": allowed}]
     for filters in [*alone, {"top_k": 9, "top_p": 0.7, "allowed": allowed}]:
@@ -181,16 +187,14 @@ BAD_LOGITS = {
 
 
 @pytest.mark.parametrize("bad", BAD_LOGITS)
-@pytest.mark.parametrize(
-    "knobs",
-    [{"temperature": t} | filters for t in (0, 1e-12, 0.5, 1, 1e6) for filters in ({}, {"top_k": 2}, {"top_p": 0.5})],
-)
-def test_non_finite_logits_are_named(bad, knobs):
-    """NaN logits ended in an error of the sampler's inside, or in text; greedy and sampled name them."""
+@pytest.mark.parametrize("temperature", [0, 1e-12, 0.5, 1, 1e6])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_non_finite_logits_are_named(bad, temperature, filters):
+    """NaN logits ended in an error of the sampler's inside, or in text; every setting of the knobs names them."""
     logits = torch.zeros(3, 5)
     logits[1] = torch.tensor(BAD_LOGITS[bad])  # one bad row among good ones
     with pytest.raises(DecodingError, match="non-finite logits"):
-        sample(logits, **knobs)
+        sample(logits, temperature=temperature, **filters)
 
 
 def test_one_minus_infinity_is_no_damage():
@@ -199,72 +203,110 @@ def test_one_minus_infinity_is_no_damage():
     assert sample(torch.tensor([[-math.inf, 0.0]]), temperature=0) == 1
 
 
-@pytest.mark.parametrize("V", [2, 3, 4, 7, 10])
-def test_probability_zero_is_never_drawn(V):
-    """Noise at its ends drew ids of probability 0, or padding; tried is every mixture of the two ends."""
+# ---------------------------------------------------------------------------------------------------
+# The draw
+
+
+def test_the_noise_is_finite_and_above_0(monkeypatch):
+    """At u = 0 the noise was infinite, and p / E of a likely id as small as that of a banned one."""
+    for u, E in [(0.0, LARGEST_E), (1 - 2**-24, SMALLEST_E), (0.5, math.log(2))]:  # 0 to 1 - 2**-24 are torch.rand's
+        monkeypatch.setattr(torch, "rand", lambda *shape, generator, u=u: torch.full(shape, u))
+        noise = next(exponential_noise(None, 2, 20))
+        assert noise.shape == (2, sum(group_sizes(20)))
+        assert noise.unique().tolist() == pytest.approx([E])
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 4, 5, 7, 20, 23, 100, 6288, 6289, 6320, 6321])
+def test_groups_hold_every_id(V):
+    """A vocabulary whose size is no square lost its last ids, or had a group of padding alone."""
     G, W = group_sizes(V)
-    u = torch.tensor(list(itertools.product((0.0, LARGEST_U), repeat=G + W)))  # (B, G + W)
-    for possible in ([V // 2], [V - 1], [0], range(1, V - 1), range(1, V, 2)):
+    assert G * W >= V > (G - 1) * W
+    assert abs(G - math.sqrt(V)) < 2 > abs(W - math.sqrt(V))
+    last = torch.zeros(1, V)
+    last[0, -1] = 1.0
+    assert draw(last, next(exponential_noise(seeded(), 1, V))) == V - 1
+
+
+@pytest.mark.parametrize("V", [2, 3, 5, 7, 16, 20])
+def test_probability_zero_is_never_drawn(V):
+    """Noise at its ends drew ids of probability 0, or cells of the padding; every mixture of both ends is tried."""
+    E = torch.tensor(list(itertools.product((SMALLEST_E, LARGEST_E), repeat=sum(group_sizes(V)))))  # (B, G + W)
+    for possible in ([V // 2], [V - 1], [0], range(1, V - 1), range(1, V, 2), range(V)):
+        if not possible:
+            continue
         probs = torch.zeros(1, V)
-        probs[0, list(possible)] = 1 / max(1, len(possible))
-        if len(possible):
-            assert set(draw(probs.expand(len(u), V), noise(u)).tolist()) <= set(possible)
+        probs[0, list(possible)] = 1 / len(possible)
+        drawn = draw(probs.expand(len(E), V), E)
+        assert set(drawn.tolist()) <= set(possible)
 
 
 @pytest.mark.parametrize("V", [1, 2, 3, 4, 5, 8, 9, 20, 23, 48])
-def test_the_draw_is_the_rule(V):
-    """The two rounds pick what a plain reading of the rule picks: the largest p / E, of the groups, then of the ids."""
+def test_draw_is_the_rule(V):
+    """The two rounds pick what a plain reading of the rule picks: largest p / E of the groups, then in the group."""
     chance = random.Random(V)
     G, W = group_sizes(V)
 
-    def by_the_rule(p, u):
-        E = [-math.log(max(x, 2**-25)) for x in u]
-        groups = [range(g * W, min(V, (g + 1) * W)) for g in range(G)]
+    def by_the_rule(p, E):
+        groups = [range(g * W, min(g * W + W, V)) for g in range(G)]
         group = max(range(G), key=lambda g: sum(p[j] for j in groups[g]) / E[g])
         return max(groups[group], key=lambda j: p[j] / E[G + j - group * W])
 
     rows = [[chance.random() ** 4 * (chance.random() < 0.8) for _ in range(V - 1)] + [0.1] for _ in range(300)]
     rows = torch.tensor([[p / sum(row) for p in row] for row in rows])
-    u = torch.rand(300, G + W, generator=seeded(V))
-    u[::9, 0], u[::7, -1] = 0.0, LARGEST_U
-    assert draw(rows, noise(u)).tolist() == [by_the_rule(*pair) for pair in zip(rows.tolist(), u.tolist(), strict=True)]
+    E = next(exponential_noise(seeded(V), 300, V))
+    E[::9, 0], E[::7, -1] = LARGEST_E, SMALLEST_E
+    before = E.clone(), rows.clone()
+    assert draw(rows, E).tolist() == [by_the_rule(*pair) for pair in zip(rows.tolist(), E.tolist(), strict=True)]
+    assert E.equal(before[0])
+    assert rows.equal(before[1])
 
 
-def chi_square(counts, expected):
-    """The mean of it is the number of cells, its deviation sqrt(2 cells)."""
-    return ((counts - expected) ** 2 / expected).sum().item()
+def chi_square(counts, probs):
+    """How far counts are from probs, in standard deviations; ids of which fewer than 5 are expected count together."""
+    expected = probs.double() * counts.sum()
+    order = expected.argsort(descending=True)
+    expected, counts = expected[order], counts[order].double()
+    often = int((expected >= 5).sum())
+    expected, counts = (torch.cat([x[:often], x[often:].sum()[None]]) for x in (expected, counts))
+    expected, counts = expected[expected > 0], counts[expected > 0]
+    freedom = len(expected) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return (statistic - freedom) / math.sqrt(2 * freedom) if freedom else 0.0
 
 
-@pytest.mark.parametrize("V", [2, 7, 23, 100])
-def test_draws_by_the_probabilities(V):
-    """A draw off the probabilities, or one id tied to another: chi-square of 200,000 draws, single and in pairs."""
+DRAWS = 200_000
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 7, 23, 100])
+def test_draws_follow_the_probabilities(V):
+    """A draw off the probabilities, or one row tied to the next: 200,000 draws, single and in pairs."""
     logits = torch.randn(1, V, generator=seeded(V)) * 1.5
-    ids = sample(logits.expand(200_000, V), generator=seeded(1))
-    probs = torch.softmax(logits[0].double(), dim=-1)
-    assert abs(chi_square(ids.bincount(minlength=V), probs * 200_000) - V) < 5 * math.sqrt(2 * V)
+    ids = sample(logits.expand(DRAWS, V), generator=seeded(1))
+    probs = logits[0].double().softmax(dim=-1)
+    assert chi_square(ids.bincount(minlength=V), probs) < 5
     first, second = (ids.view(-1, 2) % 5).unbind(dim=1)  # rows next to each other, five classes of ids
     classes = torch.stack([probs[i::5].sum() for i in range(5)])
-    classes = classes[classes > 0]
-    pairs = (first * len(classes) + second).bincount(minlength=len(classes) ** 2)
-    cells = len(classes) ** 2
-    expected = 100_000 * torch.outer(classes, classes).flatten()
-    assert chi_square(pairs, expected) < cells + 5 * math.sqrt(2 * cells)
+    assert chi_square((first * 5 + second).bincount(minlength=25), torch.outer(classes, classes).flatten()) < 5
 
 
 @pytest.mark.slow
-def test_draws_of_the_real_vocabulary():
-    """The 6,289 characters were drawn off their probabilities: chi-square of 200,000 draws of the shipped model."""
-    model, vocab, _ = load_checkpoint(ROOT / "checkpoints" / "pretrained.pt")
-    with torch.no_grad():
-        probs = probabilities(model(vocab.encode("春风"))[0][:, -1])  # (1, V)
-    E = exponential_noise(seeded(2), 2000, len(vocab))
-    ids = torch.cat([draw(probs.expand(2000, -1), next(E)) for _ in range(100)])
-    expected = probs[0].double() * 200_000
-    often = expected >= 5  # a cell for each of these, and one for all others
-    counts = ids.bincount(minlength=len(vocab)).double()
-    counts, expected = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected))
-    assert len(expected) > 500
-    assert abs(chi_square(counts, expected) - len(expected)) < 5 * math.sqrt(2 * len(expected))
+def test_draws_of_the_shipped_model_follow_its_probabilities():
+    """The same for a real vocabulary of 6,289 ids, after a line break: no id that is ruled out is among the draws."""
+    if PRETRAINED.exists():
+        model, vocab, _ = load_checkpoint(PRETRAINED)
+        with torch.inference_mode():
+            logits = model(vocab.encode("\n"))[0][0]  # (1, V)
+    else:
+        logits = torch.randn(1, 6289, generator=seeded()) * 3
+    probs, V = probabilities(logits, temperature=1.2, top_k=3000), logits.size(1)
+    noise = exponential_noise(seeded(2), 2000, V)
+    counts = sum(draw(probs.expand(2000, V), next(noise)).bincount(minlength=V) for _ in range(DRAWS // 2000))
+    assert counts[probs[0] == 0].sum() == 0
+    assert chi_square(counts, probs[0]) < 5
+
+
+# ---------------------------------------------------------------------------------------------------
+# Seeds
 
 
 def test_only_the_generator_feeds_the_draw(tiny):
@@ -281,39 +323,64 @@ def test_only_the_generator_feeds_the_draw(tiny):
     assert not model.generate(ids, 20, generator=seeded(6)).equal(model.generate(ids, 20, generator=seeded(7)))
 
 
-@pytest.mark.parametrize("knobs", [{}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 7}, {"top_p": 0.2}])
-def test_every_knob_draws_the_same_noise(tiny, knobs):
-    """Knobs that change how much is drawn would change the seed's meaning from that step on."""
-    states = []
-    for options in ({}, knobs):
-        generator = seeded(3)
-        tiny().generate(torch.zeros(1, 1, dtype=torch.long), 9, generator=generator, **options)
-        states.append(generator.get_state())
-    assert states[0].equal(states[1])
+def test_noise_of_many_steps_at_once():
+    """Noise drawn ahead gave a seed another meaning than noise drawn step by step, or came twice."""
+    one, many = exponential_noise(seeded(), 3, 20), exponential_noise(seeded(), 3, 20, steps=32)
+    steps = [(next(one), next(many)) for _ in range(70)]
+    assert all(a.equal(b) for a, b in steps)
+    assert len({a[0, 0].item() for a, _ in steps}) > 60
 
 
-@pytest.mark.parametrize("V", [4, 20])
-def test_ties_have_one_rule(V):
-    """Of equal logits, temperature 0 and top-k 1 took different ids."""
-    logits = torch.zeros(3, V)
-    assert sample(logits, seeded(1), temperature=0).equal(sample(logits, seeded(2), top_k=1))
+KNOBS = [{}, {"temperature": 0.3}, {"temperature": 0}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.2}]
 
 
-def test_watch_sees_what_each_draw_is_made_from(tiny):
-    """The logits that `watch` is given are those of another step or row."""
-    model, seen = tiny(), []
-    rule = lambda ids: torch.arange(20) != ids[:, -1:]  # noqa: E731
-    ids = model.generate(
-        prompt(3, rows=2), 4, constraint=rule, generator=seeded(), watch=lambda *both: seen.append(both)
-    )
-    for t, (logits, allowed) in enumerate(seen, 3):
-        torch.testing.assert_close(logits, model(ids[:, :t])[0][:, -1], rtol=0, atol=1e-5)
-        assert allowed.equal(rule(ids[:, :t]))
-    assert len(seen) == 4
+@pytest.mark.parametrize("knobs", KNOBS)
+def test_every_knob_draws_the_same_noise(stub, knobs):
+    """Knobs that change how much is drawn would change the seed's meaning from that step on; 0 draws as all others."""
+    model, idx = stub([0.0] * 20), torch.zeros(2, 1, dtype=torch.long)
+    plain, knobbed = seeded(3), seeded(3)
+    for _ in range(5):
+        sample(torch.zeros(2, 20), generator=plain)
+        sample(torch.zeros(2, 20), generator=knobbed, **knobs)
+        assert plain.get_state().equal(knobbed.get_state())
+    model.generate(idx, 40, generator=plain)
+    model.generate(idx, 40, generator=knobbed, **knobs)
+    assert plain.get_state().equal(knobbed.get_state())
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_watcher_sees_what_the_draw_is_made_from(tiny, use_cache):
+    """A watcher was shown other logits than those of the draw, or ids that were forced."""
+    model, idx, seen = tiny(), torch.tensor([[1, 2], [3, 4]]), []
+    forced = (3, 4, 7, 17)  # after so many characters
+
+    def constraint(ids):
+        if ids.size(1) in forced:
+            return torch.arange(20) == 5
+        return torch.arange(20) % 4 != ids.size(1) % 4
+
+    def watch(logits, allowed):
+        seen.append((logits.clone(), allowed.clone()))
+
+    knobs = {"temperature": 1.3, "top_k": 9}
+    ids = model.generate(idx, 20, constraint=constraint, use_cache=use_cache, generator=seeded(), watch=watch, **knobs)
+    assert len(seen) == 20 - len(forced)
+    noise = exponential_noise(seeded(), 2, 20)
+    places = [t for t in range(2, 22) if t not in forced]
+    for t, (logits, allowed) in zip(places, seen, strict=True):
+        assert allowed.equal(constraint(ids[:, :t]).expand(2, -1))
+        assert ids[:, t].equal(draw(probabilities(logits, allowed=allowed, **knobs), next(noise)))
+    torch.testing.assert_close(seen[0][0], model(idx)[0][:, -1].detach(), rtol=0, atol=1e-5)
+
+
+def test_a_watcher_of_a_free_run_gets_no_mask(tiny):
+    """Without a constraint there is no mask to show; with a shared prefix each row still gets its logits."""
+    seen = []
+    tiny().generate(torch.zeros(3, 4, dtype=torch.long), 5, watch=lambda *args: seen.append(args))
+    assert [(logits.shape, allowed) for logits, allowed in seen] == [((3, 20), None)] * 5
 
 
 def test_an_unknown_knob_is_refused(tiny):
     """A misspelled knob was passed over in silence."""
     with pytest.raises(TypeError, match="topk"):
         tiny().generate(prompt(1), 3, topk=5)
-    assert gpt.check_sampling() is None
