@@ -318,6 +318,7 @@ def break_the_cache(monkeypatch, position, factor):
     monkeypatch.setattr(gpt.KVCache, "append", wrong)
 
 
+@pytest.mark.slow
 def test_demo_6_is_honest(poet, tiny, capsys, monkeypatch):
     """Demo 6 says 完全一样 of 20 seeds, and names the first character that differs when the cache is broken."""
     start = torch.tensor([[BREAK]])
@@ -632,6 +633,7 @@ def by_the_place(place):
     return "。" if place == 32 else "，。"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marks", "right"),
     [
@@ -659,6 +661,7 @@ def test_exercise_2_tells_right_from_wrong(poet, capsys, monkeypatch, marks, rig
     assert verdict == "  exercise 2: right" if right else re.search("wrong: .*place", verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block_size", "chars", "said"),
     [
@@ -684,6 +687,7 @@ def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size
     assert [line.count("█") for line in lines[1::3]] == [round(40 * (n / max(chars)) ** 2) for n in chars]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [{100: (2, 1), 500: (1, 0.5)}, {100: (1, 2), 500: (3, 4)}])
 def test_exercise_3_does_not_believe_a_busy_machine(poet, capsys, monkeypatch, times):
     """Bars that cannot be, of a machine that was busy with something else, were called right."""
@@ -693,6 +697,7 @@ def test_exercise_3_does_not_believe_a_busy_machine(poet, capsys, monkeypatch, t
     assert "these times cannot be" in printed(capsys)[-1]
 
 
+@pytest.mark.slow
 def test_exercise_3_compares(poet, capsys, monkeypatch):
     """Exercise 3 called a cache that changes the characters right."""
     monkeypatch.setattr(generate, "time_both", lambda model, start, n, runs: (2, 1))

@@ -848,6 +848,7 @@ def small_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 
 
+@pytest.mark.slow
 @posix
 def test_full_disk(tmp_path, out, corpus):
     """A full disk destroys the older checkpoint, leaves half a file, or does not name the path."""
@@ -869,6 +870,7 @@ def lines_then_kill():
     before_call(train, "training_batch", 7, functools.partial(send, signal.SIGKILL))
 
 
+@pytest.mark.slow
 @posix
 def test_log_is_flushed(tmp_path, out, corpus):
     """The lines of a redirected run wait in a buffer, so that a killed run shows none of them."""
