@@ -187,14 +187,13 @@ BAD_LOGITS = {
 
 
 @pytest.mark.parametrize("bad", BAD_LOGITS)
-@pytest.mark.parametrize("temperature", [0, 1e-12, 0.5, 1, 1e6])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}])
-def test_non_finite_logits_are_named(bad, temperature, filters):
+def test_non_finite_logits_are_named(bad):
     """NaN logits ended in an error of the sampler's inside, or in text; every setting of the knobs names them."""
     logits = torch.zeros(3, 5)
     logits[1] = torch.tensor(BAD_LOGITS[bad])  # one bad row among good ones
-    with pytest.raises(DecodingError, match="non-finite logits"):
-        sample(logits, temperature=temperature, **filters)
+    for temperature, filters in itertools.product([0, 1e-12, 0.5, 1, 1e6], [{}, {"top_k": 2}, {"top_p": 0.5}]):
+        with pytest.raises(DecodingError, match="non-finite logits"):
+            sample(logits, temperature=temperature, **filters)
 
 
 def test_one_minus_infinity_is_no_damage():
@@ -283,10 +282,10 @@ def test_draws_follow_the_probabilities(V):
     logits = torch.randn(1, V, generator=seeded(V)) * 1.5
     ids = sample(logits.expand(DRAWS, V), generator=seeded(1))
     probs = logits[0].double().softmax(dim=-1)
-    assert chi_square(ids.bincount(minlength=V), probs) < 5
+    assert abs(chi_square(ids.bincount(minlength=V), probs)) < 5
     first, second = (ids.view(-1, 2) % 5).unbind(dim=1)  # rows next to each other, five classes of ids
     classes = torch.stack([probs[i::5].sum() for i in range(5)])
-    assert chi_square((first * 5 + second).bincount(minlength=25), torch.outer(classes, classes).flatten()) < 5
+    assert abs(chi_square((first * 5 + second).bincount(minlength=25), torch.outer(classes, classes).flatten())) < 5
 
 
 @pytest.mark.slow
@@ -302,7 +301,7 @@ def test_draws_of_the_shipped_model_follow_its_probabilities():
     noise = exponential_noise(seeded(2), 2000, V)
     counts = sum(draw(probs.expand(2000, V), next(noise)).bincount(minlength=V) for _ in range(DRAWS // 2000))
     assert counts[probs[0] == 0].sum() == 0
-    assert chi_square(counts, probs[0]) < 5
+    assert abs(chi_square(counts, probs[0])) < 5
 
 
 # ---------------------------------------------------------------------------------------------------
