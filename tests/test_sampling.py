@@ -328,6 +328,9 @@ def test_noise_of_many_steps_at_once():
     steps = [(next(one), next(many)) for _ in range(70)]
     assert all(a.equal(b) for a, b in steps)
     assert len({a[0, 0].item() for a, _ in steps}) > 60
+    logits, generator = torch.zeros(3, 20), seeded()
+    for E, _ in steps[:3]:  # and `sample` takes one step's noise at a time
+        assert sample(logits, generator).equal(draw(probabilities(logits), E))
 
 
 KNOBS = [{}, {"temperature": 0.3}, {"temperature": 0}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.2}]
