@@ -86,9 +86,10 @@ def learn_tones(poems):
     links = np.bincount(a, abs(weight), len(chars)) + np.bincount(b, abs(weight), len(chars))
     rhymes = Counter(char for poem in poems for char in line_ends(poem))
     tone = np.array([float(rhymes[char]) for char in chars])  # begin with the rhyme words, which are level
-    for _ in range(60):
-        tone = tone / np.linalg.norm(tone) + partners(tone / np.sqrt(links)) / np.sqrt(links)
-    for _ in range(30):
+    for _ in range(60):  # the power iteration; the sum with tone itself keeps it from swinging
+        tone = tone + partners(tone / np.sqrt(links)) / np.sqrt(links)
+        tone /= np.linalg.norm(tone)
+    for _ in range(30):  # the vote
         votes = partners(np.sign(tone))
         tone = np.sign(votes)
     sure = (links >= LEAST_LINKS) & (abs(votes) >= LEAST_AGREEMENT * links)
@@ -110,7 +111,7 @@ def learn_rhymes(poems):
             partners[b][a] += 1
     degree = {char: sum(others.values()) for char, others in partners.items()}
     group, size = dict(zip(partners, partners, strict=True)), Counter(degree)  # each begins alone
-    total = sum(degree.values())
+    total = max(1, sum(degree.values()))
     for _ in range(10):
         for char, others in partners.items():
             size[group[char]] -= degree[char]
@@ -212,13 +213,16 @@ def report(prosody, poems, held_out):
 
 
 def main():
-    try:
-        poems, held_out = split(read_poems(CORPUS)[0])
-    except FileNotFoundError:
+    if not CORPUS.exists():
         print(f"no {CORPUS}: python data/prepare.py makes it", file=sys.stderr)
         return 1
+    poems, held_out = split(read_poems(CORPUS)[0])
     prosody = learn(poems)
-    write_prosody(prosody)
+    try:
+        write_prosody(prosody)
+    except OSError as error:
+        print(f"cannot write {PROSODY}: {error.strerror}", file=sys.stderr)
+        return 1
     report(prosody, poems, held_out)
     return 0
 
