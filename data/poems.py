@@ -18,19 +18,27 @@ MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！�
 
 def is_invisible(char):
     """Whether char shows nothing and is no white space: control and format characters, variation selectors."""
-    return (unicodedata.category(char) in ("Cc", "Cf") and not char.isspace()) or "VARIATION" in unicodedata.name(
-        char, ""
-    )
+    if unicodedata.category(char) in ("Cc", "Cf"):
+        return not char.isspace()
+    return "VARIATION SELECTOR" in unicodedata.name(char, "")
 
 
 @functools.cache
 def converter():
     """The function from traditional to simplified characters; without opencc, one that changes nothing."""
     try:
-        import opencc
+        from opencc import OpenCC
     except ImportError:
         return str
-    return opencc.OpenCC("t2s").convert
+    return OpenCC("t2s").convert
+
+
+def simplified(char):
+    """The simplified form of a traditional character; any other character stays as it is."""
+    try:
+        return converter()(char)
+    except UnicodeEncodeError:  # a surrogate: Python's stand-in for a byte of an argument that is not UTF-8
+        return char
 
 
 def substitutes(char):
@@ -40,7 +48,8 @@ def substitutes(char):
     if char.isspace() or is_invisible(char):
         yield ""
     plain = unicodedata.normalize("NFKC", char)  # the letter itself for one from a PDF, such as U+2F08 for 人
-    yield from (plain, MARKS.get(plain, plain), converter()(char), converter()(plain))
+    yield from (plain, MARKS.get(plain, plain))
+    yield from map(simplified, (char, plain))  # only when asked for, because this loads opencc
 
 
 def normalise(text, known):
@@ -64,11 +73,11 @@ def read_poems(path):
     invisible ones, single spaces. Raises OSError, and ValueError for a file that is not UTF-8.
     """
     try:
-        text = unicodedata.normalize("NFC", Path(path).read_bytes().decode("utf-8"))
+        text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
     text = text.translate({ord(char): None for char in set(text) if is_invisible(char)})
-    lines = [" ".join(line.split()) for line in text.split("\n")]
+    lines = [" ".join(line.split()) for line in unicodedata.normalize("NFC", text).split("\n")]
     lines = [line for line in lines if line]
     poems = list(dict.fromkeys(lines))
     return poems, len(lines) - len(poems)

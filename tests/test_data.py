@@ -1,4 +1,4 @@
-"""data/prepare.py: from every source, past every broken one, to the corpus or to nothing."""
+"""data/: every source gives the corpus or nothing; what a poem is, typed or read from a file."""
 
 import functools
 import http.server
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
+import types
 import zlib
 from collections import Counter
 from hashlib import sha256
@@ -19,10 +21,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, posix, real_corpus
 
+import data.poems as poems_module
 import data.prepare as prepare
 from data.poems import CORPUS as TANG_POEMS
 from data.poems import is_validation, normalise, read_poems, split
-from data.prepare import CorpusError
+from data.prepare import CorpusError, SourceError
 
 TANG = os.fsdecode("全唐诗".encode())  # as a file name, in a locale without Chinese too
 
@@ -179,9 +182,9 @@ def test_folder_itself(folder, target):
 def test_folder_that_lacks_a_file(folder, target):
     """A source with 57 of the 58 files makes a corpus."""
     (folder / TANG / prepare.FILES[-1]).unlink()
-    with pytest.raises(CorpusError, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json"):
+    with pytest.raises(SourceError, match=r"holds poet\.tang\.0\.json \.\. poet\.tang\.57000\.json"):
         prepare.prepare(target, folder)
-    with pytest.raises(CorpusError, match="nowhere: there is no such folder or file"):
+    with pytest.raises(SourceError, match="nowhere: there is no such folder or file"):
         prepare.prepare(target, folder / "nowhere")
 
 
@@ -272,8 +275,47 @@ def test_failed_write_leaves_the_older_file(call, folder, target, monkeypatch):
     assert only(target)
 
 
+@pytest.mark.parametrize("refusals", [1, 4, 5])
+def test_a_held_file_is_tried_again(refusals, folder, target, monkeypatch):
+    """A virus scanner that held the file for a moment ended the build, or one that never lets go was waited for."""
+    replace, waits, refused = os.replace, [], []
+
+    def held(*paths):
+        if len(refused) < refusals:
+            refused.append(paths)
+            raise PermissionError(13, "The process cannot access the file")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", held)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    if refusals < 5:
+        assert prepare.prepare(target, folder) == CORPUS
+        assert only(target)
+    else:
+        with pytest.raises(CorpusError, match="cannot write .*tang.txt: The process cannot access the file"):
+            prepare.prepare(target, folder)
+        assert list(target.parent.iterdir()) == []
+        assert 1 <= sum(waits) <= 2
+
+
+class Unread(io.StringIO):
+    """A stream whose reader has gone, or whose disk is full."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_output_that_fails_costs_no_corpus(name, folder, target, monkeypatch):
+    """The corpus was not written when nobody read the figures, as in `prepare.py | head -1`."""
+    target.parent.mkdir()
+    target.write_bytes(b"wrong, so that stderr has something to say")
+    monkeypatch.setattr(sys, name, Unread())
+    assert prepare.prepare(target, folder) == CORPUS
+    assert target.read_bytes() == CORPUS
+
+
 @posix
-@pytest.mark.slow
 def test_killed_build_leaves_no_corpus(folder, target):
     """Kill -9 in the middle of the write left half a corpus, or a temporary file for ever."""
     code = """
@@ -416,18 +458,29 @@ def test_github_when_npm_fails(failure, github, target, monkeypatch, capsys):
 # opencc
 
 
-def test_another_opencc(folder, target, monkeypatch):
-    """Another release of opencc converted the corpus its own way, and nothing said why it was refused."""
+@pytest.mark.parametrize(
+    ("packages", "found"),
+    [
+        (["opencc"], "opencc 1.1.9"),
+        (["opencc-python-reimplemented"], "opencc-python-reimplemented 1.1.9"),
+        ([], "one of no package"),
+    ],
+)
+def test_another_opencc(packages, found, folder, target, monkeypatch):
+    """Another release or package converted the corpus its own way, and nothing, or a traceback, said why."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"opencc": packages} if packages else {})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.1.9")
     monkeypatch.setattr(prepare, "converter", lambda: str)
-    with pytest.raises(CorpusError, match=r"not the corpus: .*opencc \(found 1\.1\.9, needed 1\.4\.2\)"):
+    with pytest.raises(CorpusError, match="this is not the corpus: its SHA-256 should be") as caught:
         prepare.prepare(target, folder)
+    assert f"opencc (found {found}, needed 1.4.2)" in str(caught.value)
     assert not target.parent.exists()
 
 
-def test_no_opencc(folder, target, monkeypatch):
-    """Without opencc the corpus was made of unconverted text, or the import error was a traceback."""
-    monkeypatch.setitem(sys.modules, "opencc", None)
+@pytest.mark.parametrize("module", [None, types.ModuleType("opencc")])
+def test_no_opencc(module, folder, target, monkeypatch):
+    """Without opencc, or with a stray file of its name, the text stayed unconverted, or a traceback came."""
+    monkeypatch.setitem(sys.modules, "opencc", module)
     with pytest.raises(CorpusError, match=r"needs opencc 1\.4\.2: pip install"):
         prepare.prepare(target, folder)
     assert not target.parent.exists()
@@ -437,25 +490,108 @@ def test_no_opencc(folder, target, monkeypatch):
 # As a program
 
 
-def program(*arguments, **options):
-    command = [sys.executable, *options.pop("flags", ()), str(ROOT / "data" / "prepare.py"), *arguments]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **options)
+MAIN = """
+import sys
+from pathlib import Path
+import data.prepare as prepare
+prepare.SHA256, path = sys.argv.pop(), Path(sys.argv.pop())
+prepare.prepare.__defaults__ = (path, None)
+sys.exit(prepare.main())
+"""
+
+
+def python(*arguments, **options):
+    environment = os.environ | options.pop("env", {})
+    command = [sys.executable, *map(os.fspath, arguments)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run(command, cwd=ROOT, encoding="utf-8", env=environment, check=False, **options)
+
+
+def build(folder, target, **options):
+    """`prepare.py --source folder`, but for the small corpus, which goes to target."""
+    return python("-c", MAIN, "--source", folder, target, prepare.SHA256, **options)
 
 
 def test_help_needs_no_torch():
-    """Python data/prepare.py --help loaded torch, half a second and more; or died under -OO or PYTHONSAFEPATH."""
+    """The help loaded torch, half a second and more; or it died under -OO or PYTHONSAFEPATH."""
     code = "import sys; import data.poems, data.prepare; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
-    result = program("--help", flags=["-OO"], env=os.environ | {"PYTHONSAFEPATH": "1"})
+    assert python("-c", code).stdout == "[]\n"
+    result = python("-OO", "data/prepare.py", "--help", env={"PYTHONSAFEPATH": "1"})
     assert (result.returncode, result.stderr) == (0, "")
     assert "--source" in result.stdout
 
 
-def test_wrong_source_is_wrong_usage(tmp_path):
-    """A --source that is not there, or a folder without the files, ended in a traceback or another status."""
-    result = program("--source", str(tmp_path / "nowhere"))
-    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
-    assert "no such folder or file" in result.stderr
+def status(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
+    return prepare.main()
+
+
+def test_a_wrong_source_is_wrong_usage(tmp_path, monkeypatch, capsys):
+    """A --source that is not there, or a folder without the files, ended with the status of a failure."""
+    monkeypatch.setattr(prepare.prepare, "__defaults__", (tmp_path / "tang.txt", None))
+    for source, message in [(tmp_path / "nowhere", "there is no such folder or file"), (tmp_path, "no folder at or")]:
+        assert status(monkeypatch, "--source", source) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (CorpusError("no network"), 1),
+        (SourceError("no such folder"), 2),
+        (PermissionError(13, "Permission denied", "tang.txt"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_status(error, code, monkeypatch, capsys):
+    """A failure or Ctrl-C ended in a traceback, in more than a line, or with the status of success."""
+
+    def fail(**options):
+        if error:
+            raise error
+
+    monkeypatch.setattr(prepare, "prepare", fail)
+    assert status(monkeypatch) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (code in (1, 2))
+    assert all(line.startswith("prepare.py: ") and str(error) in line for line in lines)
+
+
+@posix
+def test_ctrl_c_during_the_imports(tmp_path):
+    """Ctrl-C before the program proper began was a traceback."""
+    (tmp_path / "tqdm.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ntqdm = None\n")
+    result = python("data/prepare.py", "--help", env={"PYTHONPATH": str(tmp_path)})
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
+@posix
+def test_a_chinese_folder_in_a_locale_without_chinese(folder, target):
+    """In the C locale the clone's folder was not found, or the figures could not be printed."""
+    result = build(folder, target, env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+    assert (result.returncode, target.read_bytes()) == (0, CORPUS)
+    assert "0 times 春风" in result.stdout
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_other_streams(stream, folder, target, monkeypatch):
+    """A closed stream (None), or a notebook's, which cannot be put on UTF-8, was a traceback."""
+    monkeypatch.setattr(prepare.prepare, "__defaults__", (target, None))
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert status(monkeypatch, "--source", folder) == 0
+    assert target.read_bytes() == CORPUS
+
+
+@posix
+def test_a_reader_that_has_enough(folder, target):
+    """`prepare.py | head -1` ended with a complaint about the broken pipe, or with a status of its own."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = build(folder, target, stdout=writer)
+    os.close(writer)
+    assert (result.returncode, "Error" in result.stderr, target.read_bytes()) == (0, False, CORPUS)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -474,6 +610,10 @@ KNOWN = set("春风云水人，。\n")
         (" 春 风\t云\u3000", "春风云"),
         ("春\u200b风\ufeff\x00", "春风"),
         ("⼈云", "人云"),  # a Kangxi radical, as from a PDF
+        ("春︐风︒﹔云", "春，风。，云"),  # the marks of vertical text, and small ones
+        ("春\ufe00风\U000e0100", "春风"),  # variation selectors
+        ("春〾风", "春〾风"),  # a sign that can be seen
+        ("春\udcb4", "春\udcb4"),  # a byte of an argument that is not UTF-8
         ("春\n风", "春\n风"),
         ("龘A", "龘A"),
     ],
@@ -491,11 +631,34 @@ def test_known_characters_stay():
     assert normalise(" 春 风, ", KNOWN | set(" ,")) == (" 春 风, ", {})
 
 
-def test_traditional_characters_become_simplified(monkeypatch):
-    """Traditional characters were refused; and without opencc nothing ran at all."""
-    pytest.importorskip("opencc")
+def test_the_first_known_substitute_wins():
+    """A mark that stands for another was taken though the model does not know it, or the other way round."""
+    assert normalise("春，風,", set("春风,")) == ("春,风,", {"，": ",", "風": "风"})  # ，only in its NFKC form
+    assert list(normalise("雲,風雲", KNOWN)[1].items()) == [("雲", "云"), (",", "，"), ("風", "风")]
+
+
+def test_traditional_characters_become_simplified():
+    """Traditional characters were refused, also as Kangxi radicals; or known ones were converted."""
     assert normalise("風雲春乾", KNOWN | {"乾"}) == ("风云春乾", {"風": "风", "雲": "云"})
+    assert normalise("\u2fb5", KNOWN) == ("风", {"\u2fb5": "风"})  # the radical of 風
     assert normalise("龍", KNOWN) == ("龍", {})  # 龙 is not known either
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("opencc")])
+def test_typed_text_without_opencc(module, monkeypatch):
+    """Without opencc, or with a stray file of its name, a prompt in traditional characters was a traceback."""
+    monkeypatch.setitem(sys.modules, "opencc", module)
+    poems_module.converter.cache_clear()
+    try:
+        assert normalise("風,", KNOWN) == ("風，", {",": "，"})
+    finally:
+        poems_module.converter.cache_clear()
+
+
+def test_opencc_is_loaded_only_when_it_is_needed(monkeypatch):
+    """A foreign mark, a blank or a radical loaded opencc, which not everyone has and which takes a while."""
+    monkeypatch.setattr(poems_module, "converter", None)
+    assert normalise("春, ⼈!", KNOWN)[0] == "春，人。"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -519,6 +682,8 @@ def read(tmp_path, text):
         "春风\ufe00。",
         "春风。\u2028",
         "春风。\x85",
+        "\xa0春风。\xa0",
+        "春\x00风\u2060。",
     ],
 )
 def test_an_invisible_difference_makes_no_other_poem(tmp_path, other):
@@ -531,6 +696,16 @@ def test_only_a_newline_ends_a_poem(tmp_path):
     """U+2028 or U+0085 ended a poem, and half a validation poem got into training."""
     for sign in "\u2028\x85\x0b\x0c\r\x1c":
         assert read(tmp_path, f"春风{sign}云水\n人") == (["春风 云水", "人"], 0)
+
+
+def test_a_poem_is_composed(tmp_path):
+    """A letter and its accent as two characters, or a compatibility form of a character, made another poem."""
+    assert read(tmp_path, "caf\u00e9 樂\ncafe\u0301 樂\ncafe\u200d\u0301 \uf914") == (["caf\u00e9 樂"], 2)
+
+
+def test_the_first_of_equal_poems_is_read(tmp_path):
+    """Of equal poems the last was kept, so that the training text stood in another order."""
+    assert read(tmp_path, "春\n风\n春 \n云\n风") == (["春", "风", "云"], 2)
 
 
 def test_line_ends_and_bom_change_nothing(tmp_path):
