@@ -96,9 +96,9 @@ def is_like(value, example):
         same_length = isinstance(value, tuple) and (len(value) == len(example) or len(example) == 1)
         return same_length and len(value) > 0 and all(map(is_like, value, itertools.cycle(example)))
     if isinstance(example, str):
-        return isinstance(value, str)
-    kinds = (int, float) if isinstance(example, float) else int
-    return isinstance(value, kinds) and not isinstance(value, bool) and example <= value < float("inf")
+        return isinstance(value, str) and bool(value)
+    kinds, most = ((int, float), 10**5) if isinstance(example, float) else (int, 10**5 if example else 2**62)
+    return isinstance(value, kinds) and not isinstance(value, bool) and example <= value <= most
 
 
 def check_settings():
@@ -107,7 +107,7 @@ def check_settings():
         for name in names.split():
             value = globals()[name]
             if not is_like(value, example):
-                raise UserError(f"{name} in generate.py is {value!r}; it must be like {example!r}, or larger", 2)
+                raise UserError(f"{name} in generate.py is {value!r}; {example!r} would be right, or more", 2)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def demo_next(model, vocab):
         shown = zip(vocab.decode(ids), best.tolist(), strict=True)
         print(f"  「{text}」→ " + "  ".join(f"{show_char(char)} {100 * p:.1f}%" for char, p in shown))
     if CORPUS.exists() and "。" in vocab.ids:  # what the model's last probability can be held against
-        corpus = CORPUS.read_text(encoding="utf-8")
+        corpus = CORPUS.read_text(encoding="utf-8", errors="replace")
         n, followed = corpus.count(text), corpus.count(text + "。")
         print(
             f"  语料里「{text}」出现 {n} 次，其中 {followed} 次后面紧跟「。」："
@@ -257,6 +257,8 @@ def demo_acrostic(model, vocab):
     generator = seeded()
     for given, n_char in ACROSTICS:
         for heads in known([given], vocab, "ACROSTICS"):
+            if not heads.isalpha():
+                raise UserError(f"ACROSTICS has {heads!r}: give the characters that begin the lines, without marks", 2)
             show(acrostic(model, vocab, heads, n_char, generator=generator))
 
 
@@ -439,6 +441,8 @@ def bar(share, width=40):
 
 def print_next(model, vocab, text, args):
     """What may come after text: a row a character, a column a temperature, - for what top-k or top-p cuts."""
+    if len(text) > model.config.block_size:
+        print(f"of {len(text)} characters the model sees the last {model.config.block_size}", file=sys.stderr)
     logits, knobs = next_logits(model, vocab, text), {"top_k": args.top_k, "top_p": args.top_p}
     columns = [probabilities(logits, temperature=t, **knobs)[0] for t in args.temperature]  # (V,) each
     ids = logits[0].topk(min(args.top or 20, len(vocab))).indices
@@ -649,7 +653,7 @@ def whole(least, most=10**9):
     """An argparse type: a whole number from least to most."""
 
     def parse(text):
-        if not text.strip().isascii() or not least <= int(text) <= most:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} to {most}")
         return int(text)
 

@@ -70,7 +70,7 @@ class KVCache:
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        if start == 0:  # a prefix that all rows share comes as one row, and is stored for all
+        if start == 0:  # nothing stands before them; k and v of one row are now those of all rows
             return k, v
         return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
@@ -91,7 +91,7 @@ def attention(x, c_attn, c_proj, config, cache=None, start=0):
     q, k, v = qkv.split_with_sizes([H, G, G], dim=1)  # (B, H, T, C/H), twice (B, G, T, C/H)
     if cache is not None:  # lesson: the KV cache; k and v of earlier positions are looked up
         k, v = cache.append(k, v, start)  # (B, G, total, C/H) each
-    # A single query is the newest position and sees every key; a mask would cost a fifth of a step.
+    # A single query, as decode mostly has, is the newest position and sees every key: no mask.
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
     # lesson: grouped-query attention; G < H heads of k and v are shared among those of q
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G < H)  # (B, H, T, C/H)
@@ -225,7 +225,7 @@ class GPT(nn.Module):
             if is_forced(allowed):  # such as the heads and marks of an acrostic: put in, not drawn
                 next_id = allowed.int().argmax(dim=-1)  # (B,)
             else:
-                if use_cache:  # lesson: prefill the whole prompt, then decode only what is new
+                if use_cache:  # lesson: prefill the prompt (start is 0), then decode what is new
                     if start == 0 and (text == text[0]).all():  # a common prefix is computed once
                         text = text[:1]
                     x = self.hidden(text[:, start:], caches, start, layers)
@@ -289,7 +289,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
         logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
         top_k = 1
-    elif temperature != 1:  # lesson: temperature; less the maximum, or a small one would overflow
+    elif temperature != 1:  # lesson: temperature; first less the maximum, so that none overflows
         logits = logits - logits.amax(dim=-1, keepdim=True)
         logits /= max(temperature, 1e-30)
     if top_k is not None:  # lesson: top-k; a threshold would keep all that tie with the k-th
@@ -448,6 +448,8 @@ def save_checkpoint(path, model, vocab, info):
 def load_checkpoint(path, device="cpu"):
     """-> (model in eval mode on device, vocab, info). Raises OSError, CheckpointError."""
     state = load_state(path)
+    if "optimizers" in state:
+        raise CheckpointError(f"{path} is for train.py --resume; name the file without .resume")
     try:
         model = GPT(GPTConfig(**state["config"]))
         model.load_state_dict(state["weights"])  # names every missing, unknown or misshapen tensor

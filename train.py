@@ -398,11 +398,11 @@ def parse_args(argv=None):
     for name, (_, least, _) in PARAMETERS.items():
         if not least <= getattr(p, name) < math.inf:
             parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be at least {least}")
-    for name in ("dropout", "poem_share", "final_lr"):
-        if getattr(p, name) > 1:
-            parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be at most 1")
-    if args["threads"] < 1:
-        parser.error(f"--threads is {args['threads']}; it must be at least 1")
+    for name, most in (("dropout", 1), ("poem_share", 1), ("final_lr", 1), ("seed", 2**31)):
+        if getattr(p, name) > most:
+            parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be at most {most}")
+    if not 1 <= args["threads"] <= 1024:
+        parser.error(f"--threads is {args['threads']}; it must be from 1 to 1024")
     return p, argparse.Namespace(**args)
 
 
@@ -411,6 +411,8 @@ def check_files(args):
     out, corpus = args.out, args.corpus.resolve()
     if out.suffix != ".pt" or out.suffixes[-2:] == [".resume", ".pt"]:
         raise UserError(f"--out is {out}; its name must end in .pt, and not in .resume.pt", 2)
+    if out.resolve() == Path(__file__).resolve().parent / "checkpoints" / "pretrained.pt":
+        raise UserError(f"--out is {out}, the shipped model; choose another name", 2)
     for path in (out, out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")):
         if path.resolve() == corpus:
             raise UserError(f"--corpus {args.corpus} would be overwritten: choose another --out", 2)

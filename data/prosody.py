@@ -8,6 +8,7 @@ lines rhyme, and so agree; those of the other lines, but for the first, differ f
 links characters that agree or differ in tone, and characters that rhyme. Few poems break these rules.
 """
 
+import argparse
 import os
 import re
 import sys
@@ -75,6 +76,8 @@ def learn_tones(poems):
     signs divide them nearly right. Then each character goes where most of its partners send it.
     """
     pairs = Counter(pair for poem in poems for pair in (*tone_pairs(poem), *end_pairs(poem)))
+    if not pairs:
+        return {}
     chars = sorted({char for a, b, _ in pairs for char in (a, b)})
     index = {char: i for i, char in enumerate(chars)}
     a, b, weight = np.array([(index[a], index[b], sign * n) for (a, b, sign), n in pairs.items()]).T
@@ -88,7 +91,7 @@ def learn_tones(poems):
     tone = np.array([float(rhymes[char]) for char in chars])  # begin with the rhyme words, which are level
     for _ in range(60):  # the power iteration; the sum with tone itself keeps it from swinging
         tone = tone + partners(tone / np.sqrt(links)) / np.sqrt(links)
-        tone /= np.linalg.norm(tone)
+        tone /= max(np.linalg.norm(tone), 1e-9)
     for _ in range(30):  # the vote
         votes = partners(np.sign(tone))
         tone = np.sign(votes)
@@ -213,17 +216,26 @@ def report(prosody, poems, held_out):
 
 
 def main():
-    if not CORPUS.exists():
+    argparse.ArgumentParser(description="Learn tones and rhymes from data/tang.txt into data/prosody.txt.").parse_args()
+    try:
+        poems, held_out = split(read_poems(CORPUS)[0])
+        prosody = learn(poems)
+        if not prosody.tones or not prosody.rhymes or not held_out:
+            raise ValueError(f"{CORPUS} has no regulated verse to learn from")
+        write_prosody(prosody, PROSODY)
+        report(prosody, poems, held_out)
+        sys.stdout.flush()
+    except FileNotFoundError:
         print(f"no {CORPUS}: python data/prepare.py makes it", file=sys.stderr)
         return 1
-    poems, held_out = split(read_poems(CORPUS)[0])
-    prosody = learn(poems)
-    try:
-        write_prosody(prosody)
-    except OSError as error:
-        print(f"cannot write {PROSODY}: {error.strerror}", file=sys.stderr)
+    except BrokenPipeError:  # the reader, such as `head -1`, has enough; stay silent at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, ValueError) as error:
+        print(f"prosody.py: {error}", file=sys.stderr)
         return 1
-    report(prosody, poems, held_out)
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -233,6 +233,13 @@ def test_a_nan_weight_is_an_error(saved, weight, temperature):
         model.generate(vocab.encode("春"), 20, temperature=temperature, constraint=lambda ids: torch.arange(20) != 0)
 
 
+def test_a_resume_file_is_no_model(saved):
+    """The file that --resume needs, taken for the model, was refused without a word about the right one."""
+    rewrite(saved[0], lambda state: state.update(optimizers=[]))
+    with pytest.raises(CheckpointError, match="is for train.py --resume"):
+        load_checkpoint(saved[0])
+
+
 # ---------------------------------------------------------------------------------------------------
 # Saves that fail
 

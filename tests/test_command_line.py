@@ -98,7 +98,7 @@ WRONG = [
     *(["--temperature", value] for value in ("-1", "-1e-9", "nan", "inf", "-inf", "1e7", "x", "")),
     *(["--top-k", value] for value in ("0", "-1", "1.5", "1e3", "nan")),
     *(["--top-p", value] for value in ("0", "-0.1", "1.0001", "nan", "inf")),
-    *(["--number", value] for value in ("0", "-3", "1000001", "9" * 5000)),
+    *(["--number", value] for value in ("0", "-3", "1_0", "1000001", "9" * 5000)),
     *(["--max-chars", value] for value in ("0", "100001")),
     *(["--seed", value] for value in ("-1", "9223372036854775808", "1.0")),
     *(["--threads", value] for value in ("0", "x")),
@@ -340,6 +340,10 @@ def test_notices_about_what_was_asked(program):
         ("TOP_K", 2.5),
         ("HOT", float("nan")),
         ("TIMED_CHARS", ()),
+        ("NEXT_PROMPTS", ("",)),
+        ("ACROSTICS", (("春", 10**6),)),
+        ("THREADS", 10**9),
+        ("TEMPERATURES", (1e9,)),
     ],
 )
 def test_an_edited_constant_is_named(name, value, checkpoints, monkeypatch, capsys):

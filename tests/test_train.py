@@ -557,7 +557,7 @@ BAD = [
     for name, (value, least, _) in train.PARAMETERS.items()
     for word in ("x", "", "nan", "inf", str(least - 1), *(["1.5"] if type(value) is int else []))
 ]
-BAD += [("--dropout", "1.5"), ("--poem-share", "1.1"), ("--threads", "0"), ("--final-lr", "2")]
+BAD += [("--dropout", "1.5"), ("--poem-share", "1.1"), ("--threads", "0"), ("--final-lr", "2"), ("--seed", "9" * 20)]
 
 
 def test_bad_values(capsys):
@@ -579,6 +579,7 @@ def test_bad_values(capsys):
         ["--corpus", "nowhere.txt"],
         ["--out", "."],
         ["--out", "m.resume.pt"],
+        ["--out", ROOT / "checkpoints" / "pretrained.pt"],
         ["--out", "m.txt"],
         ["--out", "poems.pt", "--corpus", "poems.pt"],
         ["--out", "x" * 252 + ".pt"],

@@ -27,6 +27,7 @@ from data.prosody import (
     tones_kept,
     write_prosody,
 )
+from data.prosody import main as prosody_main
 from data.verse import Place, TemplateConstraint, choose_templates, poem_template, regulated_templates
 from generate import constraint, write
 from gpt import Vocabulary, load_checkpoint
@@ -343,3 +344,16 @@ def test_the_vocabulary_must_have_the_marks():
     """A form for a model without ， or 。 ended deep inside; the error names them."""
     with pytest.raises(ValueError, match="， U\\+FF0C"):
         constraint([poem_template(5, 4)], Vocabulary("\n春风"))
+
+
+def test_a_corpus_without_verse_leaves_the_file(monkeypatch, tmp_path, capsys):
+    """A corpus of something else wrote a file without characters over the good one, then ended in a traceback."""
+    monkeypatch.setattr("data.prosody.CORPUS", tmp_path / "tang.txt")
+    monkeypatch.setattr("data.prosody.PROSODY", tmp_path / "prosody.txt")
+    monkeypatch.setattr("sys.argv", ["prosody.py"])
+    for text in (b"", b"to be or not to be\n", "春风吹又生，一二三四五。".encode(), "春".encode("gbk"), None):
+        path = tmp_path / "tang.txt"
+        path.unlink(missing_ok=True) if text is None else path.write_bytes(text)
+        assert prosody_main() == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "prosody.txt").exists()
