@@ -41,7 +41,7 @@ from gpt import (
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # gpt.pt, if there is one, else pretrained.pt
 
-THREADS = 1  # a second one gains a fifth on an idle machine, and loses a factor of ten on a busy one
+THREADS = 1  # a second one gains a seventh on an idle machine, and takes two to four times as long on a busy one
 SEED = 1  # of the demos: same seed, same poems
 MAX_CHARS = 100  # a poem that has not ended after so many is cut; the longest form has 64
 

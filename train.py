@@ -196,7 +196,7 @@ class Run:
         """Train to the last step; return True, or False when stopping() ended it before, after saving."""
         p, begun = self.p, self.step
         bar = tqdm(total=p.steps, initial=begun, unit="step", ascii=True, disable=None, dynamic_ncols=True)
-        if begun == p.steps:
+        if begun == p.steps and not (self.log and self.out.exists()):
             self.evaluate()
         while self.step < p.steps:
             if stopping():
@@ -314,7 +314,8 @@ class Run:
         """Raise UserError for a loss of NaN or infinity."""
         if not math.isfinite(loss):
             kept = f"; {self.out} is the last good model" if self.best < math.inf else ""
-            way = f"lower the learning rates, and begin with another --out or delete {self.resume_path}"
+            another = f", and begin with another --out or delete {self.resume_path}"
+            way = "lower the learning rates" + another * self.resume_path.exists()
             raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}{kept}")
 
     def show_progress(self, bar):
@@ -343,11 +344,12 @@ def signature(path):
 
 def say(text, file=None):
     """Print text, clear of the bar. Nobody may be listening any more: the model matters, not its log."""
+    name = "stderr" if file is sys.stderr else "stdout"
     try:
-        tqdm.write(text, file=file or sys.stdout)
-        (file or sys.stdout).flush()
+        tqdm.write(text, file=getattr(sys, name))
+        getattr(sys, name).flush()
     except (OSError, ValueError):  # ValueError: it is closed
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def write_log(path, rows):
@@ -418,7 +420,7 @@ def check_files(args):
             raise UserError(f"--corpus {args.corpus} would be overwritten: choose another --out", 2)
         if path.is_dir():
             raise UserError(f"--out: {path} is a folder; name a file", 2)
-        temporary = path.with_name(f".{path.name}.tmp")  # as gpt.write_file names it
+        temporary = path.with_name(f".{path.name}.try")  # as long as the name that gpt.write_file takes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch()
@@ -445,7 +447,7 @@ def load_corpus(path):
         if path == CORPUS:
             prepare()
         poems, repeated = read_poems(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise UserError(f"--corpus {path}: there is no such file", 2) from None
     except ValueError as error:
         raise UserError(f"--corpus {error}", 2) from None
@@ -459,6 +461,7 @@ def load_corpus(path):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     p, args = parse_args()
     signals = []
 
@@ -469,9 +472,6 @@ def main():
         with contextlib.suppress(OSError):  # nobody reads it, such as a tee that the same Ctrl-C ended
             os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), interrupted)
     torch.set_num_threads(args.threads)
     device = pick_device(args.device)
     if device.type == "cuda":
@@ -486,9 +486,12 @@ def main():
     elif args.out.exists():
         say(f"{args.out} will be replaced at the first evaluation", sys.stderr)
     say(f"training on {device} with {args.threads} threads, {len(poems):,} poems")
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # nohup ignores one
+            signal.signal(getattr(signal, name), interrupted)
     if training.train(stopping=lambda: bool(signals)):
-        ours = signature(args.out) == training.files[args.out]
-        say(f"{args.out} holds the best model" if ours else f"{args.out} was changed by another program meanwhile")
+        ours = signature(args.out) == training.files[args.out] is not None
+        say(f"{args.out} holds the best model" if ours else f"{args.out} was changed or removed meanwhile")
         return 0
     if training.step == 0:
         say("ended before the first step: there is nothing to save", sys.stderr)
