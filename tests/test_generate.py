@@ -295,6 +295,7 @@ DEMO_6 = """\
 """
 
 
+@pytest.mark.slow
 def test_demo_6(capsys, monkeypatch):
     """Demo 6 other than in the lesson's words, given its times; or silent when the cache is the slower one."""
     torch.manual_seed(0)
