@@ -49,7 +49,7 @@ def substitutes(char):
         yield ""
     plain = unicodedata.normalize("NFKC", char)  # the letter itself for one from a PDF, such as U+2F08 for 人
     yield from (plain, MARKS.get(plain, plain))
-    yield from map(simplified, (char, plain))  # only when asked for, because this loads opencc
+    yield simplified(plain)  # last, because this loads opencc
 
 
 def normalise(text, known):

@@ -175,8 +175,10 @@ def test_rare_characters_are_dropped(char):
 
 
 def test_folder_itself(folder, target):
-    """Only a clone's root is taken as --source, not the folder with the files."""
+    """Only a clone's root was taken as --source, not the folder with the files, whatever its name."""
     assert prepare.prepare(target, folder / TANG) == CORPUS
+    (folder / TANG).rename(folder / "mine")
+    assert prepare.prepare(target.with_name("other.txt"), folder / "mine") == CORPUS
 
 
 def test_folder_that_lacks_a_file(folder, target):
@@ -589,7 +591,7 @@ def test_a_reader_that_has_enough(folder, target):
     """`prepare.py | head -1` ended with a complaint about the broken pipe, or with a status of its own."""
     reader, writer = os.pipe()
     os.close(reader)
-    result = build(folder, target, stdout=writer)
+    result = build(folder, target, stdout=writer, env={"PYTHONUNBUFFERED": ""})
     os.close(writer)
     assert (result.returncode, "Error" in result.stderr, target.read_bytes()) == (0, False, CORPUS)
 
@@ -634,6 +636,7 @@ def test_known_characters_stay():
 def test_the_first_known_substitute_wins():
     """A mark that stands for another was taken though the model does not know it, or the other way round."""
     assert normalise("春，風,", set("春风,")) == ("春,风,", {"，": ",", "風": "风"})  # ，only in its NFKC form
+    assert normalise("︐", set("，,")) == (",", {"︐": ","})
     assert list(normalise("雲,風雲", KNOWN)[1].items()) == [("雲", "云"), (",", "，"), ("風", "风")]
 
 
