@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,8 +171,18 @@ def test_the_first_of_equal_texts_is_kept():
 @pytest.mark.parametrize("char", ["\u3400", "\u4dff", "\ua000", "A", "〇"])
 def test_rare_characters_are_dropped(char):
     """A character before U+4E00 or after U+9FFF came into the corpus."""
-    assert prepare.select([verse(1)[1].replace("风", char)])[0] == []
-    assert prepare.select([verse(1)[1].replace("风", "\u4e00")])[0]
+    for place in "风云":  # in the first line of a couplet and in the second
+        assert prepare.select([verse(1)[1].replace(place, char)])[0] == []
+        assert prepare.select([verse(1)[1].replace(place, "\u4e00")])[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"[", b"\xff", b"7", b'{"a": 1}', b"[{}]", b'[{"paragraphs": [1]}]'])
+def test_a_file_without_poems(data, folder, target):
+    """A file of the source that is damaged, or holds something else, was a traceback."""
+    (folder / TANG / prepare.FILES[7]).write_bytes(data)
+    with pytest.raises(CorpusError, match=r"poet\.tang\.7000\.json is not a file of poems: it begins b'"):
+        prepare.prepare(target, folder)
+    assert not target.parent.exists()
 
 
 def test_folder_itself(folder, target):
@@ -456,6 +467,17 @@ def test_github_when_npm_fails(failure, github, target, monkeypatch, capsys):
     assert notice.endswith("; trying GitHub")
 
 
+@posix
+def test_an_npm_that_speaks_another_encoding(github, tmp_path, target, monkeypatch, capsys):
+    """The message of a failing npm, in GBK, was a traceback."""
+    client = tmp_path / "npm"
+    client.write_bytes("#!/bin/sh\necho 错误 >&2\nexit 1\n".encode("gbk"))
+    client.chmod(0o755)
+    monkeypatch.setattr(prepare.shutil, "which", lambda name: str(client))
+    assert prepare.prepare(target) == CORPUS
+    assert capsys.readouterr().err.endswith("; trying GitHub\n")
+
+
 # ---------------------------------------------------------------------------------------------------
 # opencc
 
@@ -561,11 +583,13 @@ def test_exit_status(error, code, monkeypatch, capsys):
 
 
 @posix
-def test_ctrl_c_during_the_imports(tmp_path):
-    """Ctrl-C before the program proper began was a traceback."""
-    (tmp_path / "tqdm.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ntqdm = None\n")
-    result = python("data/prepare.py", "--help", env={"PYTHONPATH": str(tmp_path)})
-    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+@pytest.mark.parametrize(("module", "code"), [("tqdm", -signal.SIGINT), ("opencc", 130)])
+def test_ctrl_c(module, code, tmp_path):
+    """Ctrl-C was a traceback, while the imports ran (of which tqdm is one) or later (when opencc is loaded)."""
+    shutil.copy(prepare.__file__, tmp_path)
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    result = python(tmp_path / "prepare.py", "--source", tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
 @posix
