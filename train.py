@@ -12,12 +12,10 @@ with the same number of threads a resumed run ends with the same weights, bit fo
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads; main takes it back
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback; main takes it back
 
 import argparse
 import contextlib
-import csv
-import io
 import math
 import os
 import shlex
@@ -30,21 +28,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import gpt
 from data.poems import CORPUS, read_poems, split
 from data.prepare import CorpusError, prepare
-from gpt import (
-    GPT,
-    CheckpointError,
-    GPTConfig,
-    UserError,
-    Vocabulary,
-    load_state,
-    pick_device,
-    run,
-    save_checkpoint,
-    save_state,
-    write_file,
-)
+from gpt import GPT, CheckpointError, GPTConfig, UserError, Vocabulary
 
 # name: (value, least, what it is). Each is also a flag: --batch-size 16. The sizes stand in gpt.py.
 PARAMETERS = {
@@ -67,26 +54,23 @@ PARAMETERS = {
     "seed": (1, 0, "decides the first weights, the batches and the dropout"),
 }
 MAY_CHANGE = ("steps", "eval_interval")  # on --resume; anything else would be another run
-LOG_SECONDS = 30  # between progress lines, where the output is a file
+LOG_SECONDS = 30  # between lines of progress, where the output is a file
 SAMPLE_TEMPERATURE, SAMPLE_SEED = 0.8, 7  # of the poem shown at each evaluation
 
 
 # ---------------------------------------------------------------------------------------------------
-# Text
+# The recipe: text, batches, optimizers, learning rate
 
 
-def shuffled(poems, vocab, seed, number):
-    """The training text of one pass: ids (N,), a line break before, between and after the poems.
+def read_pass(poems, vocab, p, number):
+    """The training text of a pass: ids (N,), a line break before, between and after the poems; and its starts (S,).
 
-    Each pass has an order of its own, so that nothing can be learned by heart across two poems.
+    Each pass has an order of its own, so that nothing can be learned by heart across two poems. A start is
+    the place of a line break that a whole window and its last target follow.
     """
-    order = torch.randperm(len(poems), generator=torch.Generator().manual_seed(seed * 2**31 + number))
-    return vocab.encode("\n".join(["", *(poems[i] for i in order), ""]))[0]
-
-
-def poem_starts(stream, vocab, block_size):
-    """The places (S,) in stream (N,) of the line breaks that a whole window and its last target follow."""
-    return torch.nonzero(stream[: len(stream) - block_size] == vocab.ids["\n"])[:, 0]
+    order = torch.randperm(len(poems), generator=torch.Generator().manual_seed(p.seed * 2**31 + number))
+    stream = vocab.encode("\n".join(["", *(poems[i] for i in order), ""]))[0]
+    return stream, torch.nonzero(stream[: len(stream) - p.block_size] == vocab.ids["\n"])[:, 0]
 
 
 def training_batch(stream, starts, p, step_in_pass, steps_per_pass):
@@ -128,21 +112,25 @@ def validation_loss(model, batches):
     return total / count
 
 
-# ---------------------------------------------------------------------------------------------------
-# Optimizers
+def sample_poem(model, vocab):
+    """A poem from the model in the middle of its training, the same chance each time."""
+    model.eval()
+    start = vocab.encode("\n").to(model.wte.weight.device)
+    generator = torch.Generator().manual_seed(SAMPLE_SEED)
+    ids = model.generate(start, 100, temperature=SAMPLE_TEMPERATURE, stop=vocab.ids["\n"], generator=generator)
+    model.train()
+    return vocab.decode(ids[0].tolist()).strip()
 
 
 def make_optimizers(model, p):
     """Muon for the matrices inside the layers (Jordan 2024), AdamW for the embeddings and the norms."""
     matrices = [weight for weight in model.h.parameters() if weight.ndim == 2]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
-    groups = [
-        {"params": [model.wte.weight, model.wpe.weight], "weight_decay": p.adam_decay},
-        {"params": norms, "weight_decay": 0.0},
-    ]
+    embeddings = {"params": [model.wte.weight, model.wpe.weight], "weight_decay": p.adam_decay}
+    others = [embeddings, {"params": norms, "weight_decay": 0.0}]
     return [
         torch.optim.Muon(matrices, lr=p.muon_lr, weight_decay=p.muon_decay, momentum=0.95),
-        torch.optim.AdamW(groups, lr=p.adam_lr, betas=(0.9, 0.99), fused=True),
+        torch.optim.AdamW(others, lr=p.adam_lr, betas=(0.9, 0.99), fused=True),
     ]
 
 
@@ -165,21 +153,21 @@ class Run:
     evaluation. Raises UserError, status 2, for poems or parameters that make no run.
     """
 
+    STATE = ("step", "seconds", "best", "losses", "log")  # what changes, beside the model and the optimizers
+    COLUMNS = ("step", "seconds", "training_loss", "validation_loss", "learning_rate", "characters_per_second")
+
     def __init__(self, p, poems, out, device="cpu"):
-        self.p, self.out, self.device = p, Path(out), device
-        self.resume_path, self.log_path = self.out.with_suffix(".resume.pt"), self.out.with_suffix(".log.csv")
+        self.p, self.out, self.device = p, out, device
         self.poems, held_out = split(poems)
-        text = "\n".join(["", *self.poems, ""])
-        self.vocab = Vocabulary("".join(sorted(set(text).union(*held_out))))
-        if len(text) <= p.block_size:
-            short = f"a training text of {len(text)} characters is too short for a block_size of {p.block_size}"
-            raise UserError(f"{short}; give it more poems, or lower --block-size", 2)
-        if not held_out:
-            rule = "one in 20 is, by its checksum"
-            raise UserError(f"none of the {len(poems)} poems is a validation poem ({rule}); add some", 2)
+        length = sum(len(poem) + 1 for poem in self.poems) + 1  # with the line breaks
+        if length <= p.block_size or not held_out:
+            found = f"{length} characters to train on, {len(held_out)} poems (one in 20, by checksum) to validate"
+            raise UserError(f"too small a corpus for --block-size {p.block_size}: {found}", 2)
+        self.vocab = Vocabulary("".join(sorted({"\n"}.union(*poems))))
         self.validation = validation_batches(held_out, self.vocab)
-        self.steps_per_pass = math.ceil(len(text) / (p.batch_size * p.block_size))
-        self.corpus = zlib.crc32(text.encode("utf-8"))
+        self.steps_per_pass = math.ceil(length / (p.batch_size * p.block_size))
+        checksum = zlib.crc32("\n".join(poems).encode("utf-8"))
+        self.parameters = vars(p) | {"corpus": f"a text of checksum {checksum:08x}"}  # what a run to resume must share
         torch.manual_seed(p.seed)
         sizes = (len(self.vocab), p.block_size, p.n_layer, p.n_head, p.n_embd, p.n_kv_head or None, p.dropout)
         try:
@@ -188,89 +176,83 @@ class Run:
             raise UserError(str(error), 2) from None
         self.optimizers = make_optimizers(self.model, p)
         self.step, self.seconds, self.best = 0, 0.0, math.inf
-        self.printed = time.monotonic()  # when the last line of progress was
         self.losses, self.log = [], []  # of the steps since the last evaluation; a row an evaluation
-        self.files = {path: signature(path) for path in (self.out, self.resume_path)}  # as this run left them
+        self.resume_path, self.log_path = out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")
+        self.files = {path: signature(path) for path in (out, self.resume_path)}  # as this run left them
+        self.printed = time.monotonic()  # when the last line of progress was
 
     def train(self, stopping=lambda: False):
-        """Train to the last step; return True, or False when stopping() ended it before, after saving."""
-        p, begun = self.p, self.step
-        bar = tqdm(total=p.steps, initial=begun, unit="step", ascii=True, disable=None, dynamic_ncols=True)
-        if begun == p.steps and not (self.log and self.out.exists()):
-            self.evaluate()
-        while self.step < p.steps:
-            if stopping():
-                if self.step > begun:
-                    self.save()
-                return False
-            step_in_pass, before = self.step % self.steps_per_pass, time.perf_counter()
-            if step_in_pass == 0 or self.step == begun:
-                stream = shuffled(self.poems, self.vocab, p.seed, self.step // self.steps_per_pass)  # (N,)
-                starts = poem_starts(stream, self.vocab, p.block_size)
+        """Train to the last step; return True, or False when stopping() ended it before, after a save."""
+        p, first = self.p, self.step
+        bar = tqdm(total=p.steps, initial=first, unit="step", ascii=True, disable=None, dynamic_ncols=True)
+        while self.step < p.steps and not stopping():
+            begun, step_in_pass = time.perf_counter(), self.step % self.steps_per_pass
+            if step_in_pass == 0 or self.step == first:
+                stream, starts = read_pass(self.poems, self.vocab, p, self.step // self.steps_per_pass)
             x, y = training_batch(stream, starts, p, step_in_pass, self.steps_per_pass)
-            self.losses.append(self.train_step(x, y))
-            self.seconds += time.perf_counter() - before
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = optimizer.defaults["lr"] * lr_factor(self.step, p)
+            torch.manual_seed(p.seed * 2**31 + self.step)  # the step alone decides which dropout it gets
+            loss = self.model(x.to(self.device), y.to(self.device))[1]
+            self.check_finite("training", self.step + 1, loss.item())
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.step += 1
+            self.losses.append(loss.item())
+            self.seconds += time.perf_counter() - begun
             self.show_progress(bar)
-            if self.step == p.steps or (p.eval_interval and self.step % p.eval_interval == 0):
+            if p.eval_interval and self.step % p.eval_interval == 0:
                 self.evaluate()
-        return True
-
-    def train_step(self, x, y):
-        """One step of the optimizers on a batch x, y, (batch_size, block_size) each; return its loss."""
-        torch.manual_seed(self.p.seed * 2**31 + self.step)  # the step alone decides which dropout it gets
-        for optimizer, peak in zip(self.optimizers, (self.p.muon_lr, self.p.adam_lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * lr_factor(self.step, self.p)
-        loss = self.model(x.to(self.device), y.to(self.device))[1]
-        self.check_finite("training", self.step + 1, loss.item())
-        loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.step += 1
-        return loss.item()
+        finished = self.step == p.steps
+        if finished and not (self.log and self.log[-1][0] == self.step and self.out.exists()):
+            self.evaluate()
+        elif not finished and self.step > first:
+            self.save()
+        return finished
 
     def evaluate(self):
-        """Measure the validation loss, write the files, and say how the run goes.
+        """Measure the validation loss, say how the run goes, and write the files.
 
         Raises OSError if the last evaluation cannot be saved; before that, the next one saves again.
         """
         loss = validation_loss(self.model, self.validation)
         self.check_finite("validation", self.step, loss)
-        trained, better = sum(self.losses) / max(1, len(self.losses)), loss < self.best
-        lr = self.p.muon_lr * lr_factor(max(0, self.step - 1), self.p)
-        self.log.append([self.step, round(self.seconds, 1), round(trained, 4), round(loss, 4), lr, round(self.rate())])
+        trained = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        better = loss < self.best
+        lr, rate = self.optimizers[0].param_groups[0]["lr"], self.characters_per_second()
+        elapsed = tqdm.format_interval(self.seconds)
+        self.log.append([self.step, round(self.seconds, 1), round(trained, 4), round(loss, 4), lr, round(rate)])
         self.losses = []
-        say(
-            f"step {self.step:,}/{self.p.steps:,}  training loss {trained:.3f}  validation loss {loss:.4f}"
-            f"{'' if better else ' (not the best)'}  {self.rate():,.0f} characters/s  "
-            f"{tqdm.format_interval(self.seconds)}\n    {sample_poem(self.model, self.vocab)}"
-        )
+        losses = f"training loss {trained:.3f}  validation loss {loss:.4f}{'' if better else ' (not the best)'}"
+        say(f"step {self.step:,}/{self.p.steps:,}  {losses}  {rate:,.0f} characters/s  {elapsed}")
+        say(f"    {sample_poem(self.model, self.vocab)}")
         try:
             if better or not self.out.exists():
                 info = {"step": self.step, "val_loss": loss, "train_loss": trained, "seconds": self.seconds}
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
-                self.write(self.out, save_checkpoint, self.model, self.vocab, info)
+                self.write(self.out, gpt.save_checkpoint, self.model, self.vocab, info)
                 self.best = loss
-            write_log(self.log_path, self.log)
+            lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
+            gpt.write_file(self.log_path, "".join(lines).encode("utf-8"))
             self.save()
         except OSError as error:
             if self.step == self.p.steps:
                 raise
-            say(f"{error}; going on, the next evaluation saves again", sys.stderr)
+            say(f"{error}; going on, the next evaluation saves again", "stderr")
 
     def save(self):
         """Write .resume.pt, all that `resume` needs."""
-        state = {name: getattr(self, name) for name in ("step", "seconds", "best", "losses", "log")}
         parts = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-        constants = {"parameters": dict(vars(self.p)), "chars": self.vocab.chars, "corpus": self.corpus}
-        state |= {"threads": torch.get_num_threads()}
-        self.write(self.resume_path, save_state, parts | constants | {"state": state})
+        parts |= {"state": {name: getattr(self, name) for name in self.STATE}}
+        parts |= {"parameters": self.parameters, "threads": torch.get_num_threads()}
+        self.write(self.resume_path, gpt.save_state, parts)
 
     def write(self, path, function, *arguments):
         """Call function(path, *arguments), unless another run has written to path: two would mix."""
-        now = signature(path)
-        if now not in (None, self.files[path]):
+        if signature(path) not in (None, self.files[path]):
             raise UserError(f"another run has written {path}; this one ends at step {self.step:,}: use another --out")
         function(path, *arguments)
         self.files[path] = signature(path)
@@ -280,53 +262,46 @@ class Run:
         path, p = self.resume_path, self.p
         if not path.exists():
             raise UserError(f"{path} is not there: no run was interrupted; start one without --resume", 2)
-        saved = load_state(path)
-        missing = {"model", "optimizers", "state", "parameters", "chars", "corpus"} - set(saved)
+        saved = gpt.load_state(path)
+        missing = {"model", "optimizers", "state", "parameters", "threads"} - set(saved)
         if missing:
             raise CheckpointError(f"{path} does not hold a run to resume: no {', '.join(sorted(missing))}")
-        state, were = saved["state"], saved["parameters"]
-        for name, value in vars(p).items():
-            if were.get(name) != value and name not in MAY_CHANGE:
-                raise UserError(f"--{flag(name)} is {value}, but the run in {path} began with {were.get(name)}", 2)
-        if (saved["chars"], saved["corpus"]) != (self.vocab.chars, self.corpus):
-            sizes = f"{len(self.vocab):,} different characters here, {len(saved['chars']):,} there"
-            raise UserError(f"the corpus is another text than the run in {path} began with ({sizes})", 2)
-        if state["step"] > p.steps:
-            raise UserError(
-                f"--steps is {p.steps:,}, but the run in {path} has done {state['step']:,}; give it more", 2
-            )
+        old, done = argparse.Namespace(**saved["parameters"]), saved["state"]["step"]
+        for name, value in self.parameters.items():
+            if value != getattr(old, name, None) and name not in MAY_CHANGE:
+                began = f"the run in {path} began with {getattr(old, name, None)}"
+                raise UserError(f"--{flag(name)} is {value}, but {began}", 2)
+        if done > p.steps:
+            raise UserError(f"--steps is {p.steps:,}, but the run in {path} has done {done:,}; give it more", 2)
         self.model.load_state_dict(saved["model"])
-        for optimizer, its_state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(its_state)
-        if state.pop("threads") != torch.get_num_threads():
-            say("the run had another number of threads: its last bits will not be those of an uninterrupted one")
-        vars(self).update(state)
-        say(f"resuming after step {self.step:,} of {p.steps:,}")
-        if were["steps"] < p.steps and self.step > p.warmup:
-            rates = f"{lr_factor(self.step - 1, argparse.Namespace(**were)):.0%} to {lr_factor(self.step, p):.0%}"
-            say(f"with more steps the learning rate goes from {rates} of its peak")
-
-    def rate(self):
-        """Characters a second, without the evaluations."""
-        return self.step * self.p.batch_size * self.p.block_size / max(self.seconds, 1e-9)
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        vars(self).update(saved["state"])
+        say(f"resuming after step {done:,} of {p.steps:,}")
+        if saved["threads"] != torch.get_num_threads():
+            say(f"the run had --threads {saved['threads']}: with another number the last bits of the weights differ")
+        if done and old.steps != p.steps:
+            rates = f"{lr_factor(done - 1, old):.0%} to {lr_factor(done, p):.0%} of its peak"
+            say(f"--steps was {old.steps:,}, now it is {p.steps:,}: the learning rate goes from {rates}")
 
     def check_finite(self, which, step, loss):
         """Raise UserError for a loss of NaN or infinity."""
         if not math.isfinite(loss):
-            kept = f"; {self.out} is the last good model" if self.best < math.inf else ""
-            another = f", and begin with another --out or delete {self.resume_path}"
-            way = "lower the learning rates" + another * self.resume_path.exists()
-            raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}{kept}")
+            way = "lower the learning rates"
+            if self.best < math.inf:
+                way += f", and delete {self.resume_path} or name another --out; {self.out} is the last good model"
+            raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}")
+
+    def characters_per_second(self):
+        return self.step * self.p.batch_size * self.p.block_size / max(self.seconds, 1e-9)
 
     def show_progress(self, bar):
         """Move the bar; where the output is a file, print a line every LOG_SECONDS instead."""
         recent = self.losses[-50:]
-        progress = f"loss {sum(recent) / len(recent):.3f}  {self.rate():,.0f} characters/s"
-        try:
+        progress = f"loss {sum(recent) / len(recent):.3f}  {self.characters_per_second():,.0f} characters/s"
+        with contextlib.suppress(OSError):  # the terminal is gone
             bar.set_postfix_str(progress, refresh=False)
             bar.update()
-        except OSError:  # the terminal is gone
-            bar.disable = True
         if bar.disable and time.monotonic() - self.printed > LOG_SECONDS:
             left = tqdm.format_interval((self.p.steps - self.step) * self.seconds / self.step)
             say(f"step {self.step:,}/{self.p.steps:,}  {progress}  {left} left")
@@ -335,40 +310,18 @@ class Run:
 
 def signature(path):
     """What tells one state of a file from another; None if it is not there."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def say(text, file=None):
+def say(text, stream="stdout"):
     """Print text, clear of the bar. Nobody may be listening any more: the model matters, not its log."""
-    name = "stderr" if file is sys.stderr else "stdout"
     try:
-        tqdm.write(text, file=getattr(sys, name))
-        getattr(sys, name).flush()
+        tqdm.write(text, file=getattr(sys, stream))
+        getattr(sys, stream).flush()
     except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
-def write_log(path, rows):
-    """Write the evaluations so far as CSV, a row each."""
-    file = io.StringIO()
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(["step", "seconds", "training_loss", "validation_loss", "learning_rate", "characters_per_second"])
-    table.writerows(rows)
-    write_file(path, file.getvalue().encode("utf-8"))
-
-
-def sample_poem(model, vocab):
-    """A poem from the model as it is, the same chance each time."""
-    model.eval()
-    start = vocab.encode("\n").to(model.wte.weight.device)
-    generator = torch.Generator().manual_seed(SAMPLE_SEED)
-    ids = model.generate(start, 100, temperature=SAMPLE_TEMPERATURE, stop=vocab.ids["\n"], generator=generator)
-    model.train()
-    return vocab.decode(ids[0].tolist()).strip()
+        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -381,10 +334,9 @@ def flag(name):
 
 def parse_args(argv=None):
     """(parameters, other arguments): the flags are made from PARAMETERS."""
+    end = "Ctrl-C saves and says how to go on; a second one leaves at once."
     parser = argparse.ArgumentParser(
-        description="Train the character-level GPT on the Tang poems.",
-        epilog="Ctrl-C saves and says how to go on; a second one leaves at once.",
-        allow_abbrev=False,
+        description="Train the character-level GPT on the Tang poems.", epilog=end, allow_abbrev=False
     )
     add = parser.add_argument
     for name, (value, _, what) in PARAMETERS.items():
@@ -396,49 +348,42 @@ def parse_args(argv=None):
     add("--device", default="auto", help="cpu, cuda or mps (default: a GPU if there is one)")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of the CPU (%(default)s)")
     args = vars(parser.parse_args(argv))
-    p = argparse.Namespace(**{name: args.pop(name) for name in PARAMETERS})
-    for name, (_, least, _) in PARAMETERS.items():
-        if not least <= getattr(p, name) < math.inf:
-            parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be at least {least}")
-    for name, most in (("dropout", 1), ("poem_share", 1), ("final_lr", 1), ("seed", 2**31)):
-        if getattr(p, name) > most:
-            parser.error(f"--{flag(name)} is {getattr(p, name)}; it must be at most {most}")
-    if not 1 <= args["threads"] <= 1024:
-        parser.error(f"--threads is {args['threads']}; it must be from 1 to 1024")
-    return p, argparse.Namespace(**args)
+    limits = {name: (least, 2**31 if type(least) is int else 1) for name, (_, least, _) in PARAMETERS.items()}
+    for name, (least, most) in (limits | {"threads": (1, 1024)}).items():
+        if not least <= args[name] <= most:
+            parser.error(f"--{flag(name)} is {args[name]}; it must be between {least} and {most}")
+    return argparse.Namespace(**{name: args.pop(name) for name in PARAMETERS}), argparse.Namespace(**args)
 
 
-def check_files(args):
-    """Raise UserError, status 2, unless the run can write its files, all of them, and harms no other one."""
-    out, corpus = args.out, args.corpus.resolve()
-    if out.suffix != ".pt" or out.suffixes[-2:] == [".resume", ".pt"]:
+def check_files(out, corpus):
+    """Raise UserError, status 2, unless the run can write all its files, and over no other run's and no input."""
+    if out.suffix != ".pt" or out.name.endswith(".resume.pt"):
         raise UserError(f"--out is {out}; its name must end in .pt, and not in .resume.pt", 2)
     if out.resolve() == Path(__file__).resolve().parent / "checkpoints" / "pretrained.pt":
         raise UserError(f"--out is {out}, the shipped model; choose another name", 2)
     for path in (out, out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")):
-        if path.resolve() == corpus:
-            raise UserError(f"--corpus {args.corpus} would be overwritten: choose another --out", 2)
-        if path.is_dir():
-            raise UserError(f"--out: {path} is a folder; name a file", 2)
-        temporary = path.with_name(f".{path.name}.try")  # as long as the name that gpt.write_file takes
+        trial = path.with_name(f".{path.name}.try")  # as long as the temporary name in gpt.write_file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.touch()
-            temporary.unlink()
+            trial.touch()
+            trial.unlink()
+            fault = "it is a folder" if path.is_dir() else None
+            if path.resolve() == corpus.resolve():
+                fault = "it is the corpus"
         except OSError as error:
-            raise UserError(f"--out: cannot write {path}: {error.strerror}", 2) from None
+            fault = error.strerror
+        if fault:
+            raise UserError(f"--out {out}: cannot write {path}: {fault}; choose another name", 2)
 
 
 def check_not_interrupted(path):
     """Raise UserError when the file at path holds a run that was interrupted: a new one would write over it."""
-    try:
-        saved = load_state(path)
+    with contextlib.suppress(OSError, CheckpointError, KeyError, TypeError):  # no run to lose
+        saved = gpt.load_state(path)
         done, steps = saved["state"]["step"], saved["parameters"]["steps"]
-    except (OSError, CheckpointError, KeyError, TypeError):  # no run to lose
-        return
-    if 0 < done < steps:
-        way = f"go on with --resume, or delete {path} to begin anew"
-        raise UserError(f"{path} holds a run interrupted after step {done:,} of {steps:,}; {way}", 2)
+        if done < steps:
+            way = f"go on with --resume, or delete {path} to begin anew"
+            raise UserError(f"{path} holds a run interrupted after step {done:,} of {steps:,}; {way}", 2)
 
 
 def load_corpus(path):
@@ -447,36 +392,50 @@ def load_corpus(path):
         if path == CORPUS:
             prepare()
         poems, repeated = read_poems(path)
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(f"--corpus {path}: there is no such file", 2) from None
-    except ValueError as error:
-        raise UserError(f"--corpus {error}", 2) from None
     except CorpusError as error:
         raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"--corpus {path}: {error.strerror}", 2) from None
+    except ValueError as error:
+        raise UserError(f"--corpus {error}", 2) from None
     if repeated:
-        say(f"{repeated:,} poems that were there already are left out", sys.stderr)
+        say(f"{repeated:,} poems that were there already are left out", "stderr")
     if not all(any(mark in poem for poem in poems) for mark in "，。"):
-        say("the corpus has no ， or no 。: generate.py will write no forms and no acrostics with it", sys.stderr)
+        say("the corpus has no ， or no 。: generate.py will write no forms and no acrostics with it", "stderr")
     return poems
+
+
+def catch_signals():
+    """Return a function that tells whether Ctrl-C, SIGTERM or SIGHUP has come; a second one ends the run at once."""
+    caught = []
+
+    def note(number, frame):
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        with contextlib.suppress(OSError):  # nobody reads it, such as a tee that the same Ctrl-C ended
+            os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(number, note)
+    return lambda: bool(caught)
+
+
+def resume_command(argv, windows=os.name == "nt"):
+    words = ["python", *(word for word in argv if word != "--resume"), "--resume"]
+    return subprocess.list2cmdline(words) if windows else shlex.join(words)
 
 
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     p, args = parse_args()
-    signals = []
-
-    def interrupted(signum, frame):
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(signum)
-        with contextlib.suppress(OSError):  # nobody reads it, such as a tee that the same Ctrl-C ended
-            os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
-
     torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    device = gpt.pick_device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
-    check_files(args)
+    check_files(args.out, args.corpus)
     if not args.resume:
         check_not_interrupted(args.out.with_suffix(".resume.pt"))
     poems = load_corpus(args.corpus)
@@ -484,23 +443,17 @@ def main():
     if args.resume:
         training.resume()
     elif args.out.exists():
-        say(f"{args.out} will be replaced at the first evaluation", sys.stderr)
+        say(f"{args.out} will be replaced at the first evaluation", "stderr")
     say(f"training on {device} with {args.threads} threads, {len(poems):,} poems")
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # nohup ignores one
-            signal.signal(getattr(signal, name), interrupted)
-    if training.train(stopping=lambda: bool(signals)):
-        ours = signature(args.out) == training.files[args.out] is not None
-        say(f"{args.out} holds the best model" if ours else f"{args.out} was changed or removed meanwhile")
+    if training.train(stopping=catch_signals()):
+        if signature(args.out) is None or signature(args.out) != training.files[args.out]:
+            raise UserError(f"{args.out} was deleted or changed by another program meanwhile")
+        say(f"{args.out} holds the best model")
         return 0
-    if training.step == 0:
-        say("ended before the first step: there is nothing to save", sys.stderr)
-        return 130
-    words = ["python", *(word for word in sys.argv if word != "--resume"), "--resume"]
-    command = subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
-    say(f"saved; to go on: {command}", sys.stderr)
+    way = f"saved; to go on: {resume_command(sys.argv)}"
+    say(way if training.step else "ended before step 1: nothing to save", "stderr")
     return 130
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(gpt.run(main))

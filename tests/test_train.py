@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_dropout_is_off_in_evaluation():
         losses = [train.validation_loss(model, batches) for _ in range(2)]
         assert losses[0] == losses[1]
         assert model.training is training
-    train.sample_poem(model, vocab)
+    assert len({train.sample_poem(model, vocab) for _ in range(3)}) == 1
     assert model.training  # it is asked for in the middle of a run
     x = batches[0][:, :16]
     model.train()
@@ -223,18 +224,19 @@ def test_dropout_is_on_in_training():
     assert dropped == [0.5] * 5  # of the embedding, and of two parts of two layers
 
 
-def test_each_step_has_a_dropout_of_its_own(out, monkeypatch):
-    """The same dropout mask at every step, or another one after resume."""
-    states, step = [], train.Run.train_step
+def test_each_step_has_a_dropout_of_its_own(out):
+    """The same dropout mask at every step."""
+    run = train.Run(parameters("--steps", 4, "--dropout", 0.3), POEMS, out)
+    states, forward = [], run.model.forward
 
-    def spy(self, x, y):
-        loss = step(self, x, y)
-        states.append(torch.get_rng_state().tolist())
-        return loss
+    def spy(idx, targets=None):
+        if run.model.training:
+            states.append(torch.get_rng_state().tolist())
+        return forward(idx, targets)
 
-    monkeypatch.setattr(train.Run, "train_step", spy)
-    p = parameters("--steps", 4, "--dropout", 0.3)
-    train_run(p, POEMS, out)
+    run.model.forward = spy
+    assert run.train()
+    assert len(states) == 4
     assert len({tuple(state) for state in states}) == 4
 
 
@@ -258,9 +260,16 @@ def test_optimizers():
 def test_log(out):
     """Losses were averaged from the beginning instead of the last evaluation, or the learning rate was a step late."""
     p = parameters("--steps", 6, "--eval-interval", 2, "--warmup", 3)
-    losses, step = [], train.Run.train_step
     run = train.Run(p, POEMS, out)
-    run.train_step = lambda x, y: losses.append(step(run, x, y)) or losses[-1]
+    losses, forward = [], run.model.forward
+
+    def spy(idx, targets=None):
+        loss = forward(idx, targets)[1]
+        if run.model.training:
+            losses.append(loss.item())
+        return None, loss
+
+    run.model.forward = spy
     run.train()
     for row, end in zip(run.log, (2, 4, 6), strict=True):
         assert row[0] == end
@@ -291,9 +300,8 @@ def test_windows():
     """A target is not the next character, no window begins with a poem, or none elsewhere."""
     poems, _ = split(POEMS)
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
-    stream = train.shuffled(poems, vocab, 1, 0)
+    stream, starts = train.read_pass(poems, vocab, parameters(), 0)
     text = vocab.decode(stream.tolist())
-    starts = train.poem_starts(stream, vocab, 16)
     assert all(text[i] == "\n" and i + 16 < len(text) for i in starts.tolist())  # a window and its last target fit
     assert len(starts) == sum(char == "\n" for char in text[:-16])
     for share, least, most in ((1.0, 32, 32), (0.5, 16, 28), (0.0, 0, 10)):
@@ -328,10 +336,14 @@ def test_each_pass_has_its_order():
     """The passes share an order, a poem is lost or doubled in one, or the order is another one on resume."""
     poems, _ = split(POEMS)
     vocab = gpt.Vocabulary("".join(sorted({"\n", *"".join(poems)})))
-    passes = [vocab.decode(train.shuffled(poems, vocab, seed, n).tolist()) for seed in (1, 2) for n in range(3)]
+
+    def read(seed, number):
+        return vocab.decode(train.read_pass(poems, vocab, parameters("--seed", seed), number)[0].tolist())
+
+    passes = [read(seed, number) for seed in (1, 2) for number in range(3)]
     assert len(set(passes)) == 6
     assert all(text[0] == text[-1] == "\n" and sorted(text[1:-1].split("\n")) == sorted(poems) for text in passes)
-    assert vocab.decode(train.shuffled(poems, vocab, 2, 2).tolist()) == passes[-1]
+    assert read(2, 2) == passes[-1]
 
 
 def test_passes_follow_each_other(out, monkeypatch):
@@ -439,22 +451,21 @@ def test_resume_with_other_parameters(flags, shown, out, corpus, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("change", "shown"),
+    "change",
     [
-        (lambda text: text.replace("风", "鼠", 1), ["28 different", "27 there"]),
-        (lambda text: text.replace("风", "鼠"), ["27 different", "27 there"]),
-        (lambda text: text[22:], ["another text"]),
+        lambda text: text.replace("风", "鼠", 1),
+        lambda text: text.replace("风", "鼠"),
+        lambda text: text[22:],
     ],
 )
-def test_resume_with_another_corpus(change, shown, out, corpus, monkeypatch, capsys):
+def test_resume_with_another_corpus(change, out, corpus, monkeypatch, capsys):
     """A run goes on with another vocabulary, another in the same size, or the same characters in another text."""
     train_run(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
     before = contents(out.parent)
     corpus.write_bytes(change(corpus.read_text(encoding="utf-8")).encode())
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
     assert command(monkeypatch, *arguments) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in shown), error
+    assert "--corpus is a text of checksum" in capsys.readouterr().err
     assert contents(out.parent) == before
 
 
@@ -502,11 +513,11 @@ def test_line_ends_and_bom(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("poems", "shown"),
     [
-        ([], ["1 characters", "block_size of 16"]),
-        (["山"], ["3 characters", "block_size of 16"]),
-        (["山" * 14], ["16 characters", "block_size of 16"]),
-        ([poem for poem in POEMS if not is_validation(poem)], ["none of the", "validation"]),
-        ([poem for poem in POEMS if is_validation(poem)], ["1 characters", "block_size of 16"]),
+        ([], ["block-size 16: 1 characters"]),
+        (["山"], ["block-size 16: 3 characters"]),
+        (["山" * 14], ["block-size 16: 16 characters"]),
+        ([poem for poem in POEMS if not is_validation(poem)], ["0 poems (one in 20, by checksum) to validate"]),
+        ([poem for poem in POEMS if is_validation(poem)], ["block-size 16: 1 characters"]),
     ],
 )
 def test_corpus_too_short(poems, shown, out):
@@ -557,7 +568,13 @@ BAD = [
     for name, (value, least, _) in train.PARAMETERS.items()
     for word in ("x", "", "nan", "inf", str(least - 1), *(["1.5"] if type(value) is int else []))
 ]
-BAD += [("--dropout", "1.5"), ("--poem-share", "1.1"), ("--threads", "0"), ("--final-lr", "2"), ("--seed", "9" * 20)]
+BAD += [
+    ("--poem-share", "1.1"),
+    ("--final-lr", "2"),
+    ("--seed", str(10**20)),
+    ("--threads", "0"),
+    ("--threads", "9999"),
+]
 
 
 def test_bad_values(capsys):
@@ -578,9 +595,9 @@ def test_bad_values(capsys):
         ["--block-size", 10000],
         ["--corpus", "nowhere.txt"],
         ["--corpus", "folder.pt"],
+        ["--dropout", 1],
         ["--out", "."],
         ["--out", "m.resume.pt"],
-        ["--out", ROOT / "checkpoints" / "pretrained.pt"],
         ["--out", "m.txt"],
         ["--out", "poems.pt", "--corpus", "poems.pt"],
         ["--out", "x" * 252 + ".pt"],
@@ -602,6 +619,26 @@ def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
     assert error.splitlines()[-1].startswith("train.py: ")
     assert "Traceback" not in error
     assert sorted(path for path in corpus.parent.rglob("*") if path.is_file()) == before
+
+
+@posix
+def test_a_folder_that_cannot_be_written_to(tmp_path, corpus):
+    """A read-only folder was found at the first save, minutes later."""
+    folders = [Path("/proc/self")] if Path("/proc/self").exists() else []
+    if os.geteuid():  # root writes everywhere else
+        folders.append(tmp_path / "of another user")
+        folders[-1].mkdir(mode=0o500)
+    for folder in folders:
+        with pytest.raises(UserError, match="cannot write .*m.pt: .*; choose another name") as error:
+            train.check_files(folder / "m.pt", corpus)
+        assert error.value.status == 2
+
+
+def test_the_shipped_model_is_not_written_over(monkeypatch, corpus):
+    """--out checkpoints/pretrained.pt replaced the model that the lesson shows."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="the shipped model"):
+        train.check_files(Path("checkpoints/pretrained.pt"), corpus)
 
 
 def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
@@ -634,14 +671,29 @@ def test_nan_loss_stops(bad_step, named, out, monkeypatch):
     assert train_run(p, POEMS, out, resume=True)
 
 
-def test_huge_learning_rates(out, corpus, monkeypatch, capsys):
-    """Learning rates that destroy the weights end in a traceback."""
-    flags = ["--steps", 50, "--warmup", 0, "--muon-lr", 100, "--adam-lr", 100, "--eval-interval", 0]
-    assert command(monkeypatch, *TINY, *flags, "--corpus", corpus, "--out", out, "--device", "cpu") == 1
+def test_huge_learning_rates(out):
+    """Learning rates that destroy the weights end in a traceback, or with advice about files that are not there."""
+    p = parameters("--steps", 50, "--warmup", 0, "--eval-interval", 0)
+    p.muon_lr = p.adam_lr = 1e30
+    with pytest.raises(UserError, match=r"step \d+: the training loss is nan; lower the learning rates$"):
+        train_run(p, POEMS, out)
+
+
+def test_advice_after_a_nan_can_be_followed(out, corpus, monkeypatch, capsys):
+    """After "lower the learning rates" the rerun was refused, because of the run that had diverged."""
+    arguments = [*TINY, "--steps", 8, "--eval-interval", 2, "--corpus", corpus, "--device", "cpu"]
+    finite = math.isfinite
+    monkeypatch.setattr(
+        train.math, "isfinite", lambda loss: finite(loss) and not out.with_suffix(".resume.pt").exists()
+    )
+    assert command(monkeypatch, *arguments, "--out", out) == 1
     error = capsys.readouterr().err
-    assert error.endswith("loss is nan; lower the learning rates\n")  # there is no file to delete
-    assert error.count("\n") == 1
-    assert "last good" not in error  # there is none
+    assert f"and delete {out.with_suffix('.resume.pt')} or name another --out; {out} is the last good model" in error
+    monkeypatch.setattr(train.math, "isfinite", finite)
+    lower = ["--muon-lr", 0.001, "--adam-lr", 0.001]
+    assert command(monkeypatch, *arguments, *lower, "--out", out.with_name("other.pt")) == 0
+    out.with_suffix(".resume.pt").unlink()
+    assert command(monkeypatch, *arguments, *lower, "--out", out) == 0
 
 
 def test_worse_is_not_best(out, monkeypatch):
@@ -830,7 +882,7 @@ def test_killed_saves(tmp_path, out, corpus, monkeypatch):
             if path == out:
                 load_checkpoint(path)
             elif path == resume_path:
-                assert load_state(path).keys() >= {"model", "optimizers", "state", "parameters", "chars", "corpus"}
+                assert load_state(path).keys() >= {"model", "optimizers", "state", "parameters", "threads"}
             elif path.name == "gpt.log.csv":
                 assert {line.count(",") for line in path.read_text(encoding="utf-8").splitlines()} == {5}
                 assert path.read_bytes().endswith(b"\n")
@@ -966,6 +1018,28 @@ def test_two_runs_on_one_file(out):
     assert train_run(p, POEMS, out, resume=True)
 
 
+def test_a_second_run_leaves_the_first_alone(out, corpus, monkeypatch):
+    """The look at the files before a run deleted what a live run of the same name was just writing."""
+    out.parent.mkdir()
+    temporary = out.with_name(".gpt.pt.tmp")
+    temporary.write_bytes(b"half a model")
+    train.check_files(out, corpus)
+    assert contents(out.parent) == {".gpt.pt.tmp": b"half a model"}
+
+
+def test_the_claim_is_made_after_a_look(out, corpus, monkeypatch, capsys):
+    """A run said that its file holds the best model when somebody had deleted it."""
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    assert command(monkeypatch, *arguments) == 0
+    assert f"{out} holds the best model" in capsys.readouterr().out
+    finish = train.Run.train
+    monkeypatch.setattr(train.Run, "train", lambda *args, **kwargs: finish(*args, **kwargs) and not out.unlink())
+    assert command(monkeypatch, *arguments) == 1
+    ends = capsys.readouterr()
+    assert "was deleted or changed" in ends.err
+    assert "holds the best model" not in ends.out
+
+
 def test_a_model_that_was_deleted_is_written_again(out):
     """A run whose model was deleted ended with the claim that it was there."""
     run = train.Run(parameters("--steps", 8, "--eval-interval", 2), POEMS, out)
@@ -1020,7 +1094,14 @@ def test_another_number_of_threads(out, capsys):
         assert train_run(p, POEMS, out, resume=True)
     finally:
         torch.set_num_threads(1)
-    assert "another number of threads" in capsys.readouterr().out
+    assert "the run had --threads 1" in capsys.readouterr().out
+
+
+def test_threads(out, corpus, monkeypatch):
+    """--threads went nowhere."""
+    arguments = [*TINY, "--steps", 1, "--corpus", corpus, "--out", out, "--device", "cpu", "--threads", 2]
+    assert command(monkeypatch, *arguments) == 0
+    assert load_state(out.with_suffix(".resume.pt"))["threads"] == 2
 
 
 def test_more_steps_than_before(out, capsys):
@@ -1040,29 +1121,6 @@ def test_a_finished_run_resumed(out):
     out.unlink()
     assert train_run(p, POEMS, out, resume=True)  # what is missing is written again
     assert load_checkpoint(out)[2]["step"] == 4
-
-
-def test_a_look_at_the_files_leaves_those_of_a_live_run(out, corpus, monkeypatch):
-    """The look before a run removed the temporary file that a live run on the same name was writing."""
-    out.parent.mkdir()
-    temporary = out.with_name(".gpt.pt.tmp")
-    temporary.write_bytes(b"half")
-    train.check_files(train.parse_args(["--out", str(out), "--corpus", str(corpus)])[1])
-    assert temporary.read_bytes() == b"half"
-    assert [path.name for path in out.parent.iterdir()] == [".gpt.pt.tmp"]
-
-
-def test_one_broken_stream(monkeypatch, capsys):
-    """When the reader of stdout had gone, what stderr had to say was lost too."""
-
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stdout", Gone())
-    train.say("progress")
-    train.say("saved", sys.stderr)
-    assert capsys.readouterr().err == "saved\n"
 
 
 def ignore_hangup():
@@ -1100,6 +1158,64 @@ def test_a_log_that_nobody_reads(out, monkeypatch):
     assert load_state(out.with_suffix(".resume.pt"))["state"]["step"] == 6
 
 
+def test_every_stream_that_fails_fails_alone(monkeypatch, capsys):
+    """A reader of stdout that had gone took the messages on stderr with it."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    for _ in range(2):
+        train.say("a poem")
+    train.say("saved", "stderr")
+    assert capsys.readouterr().err == "saved\n"
+
+
+@posix
+def test_signals(monkeypatch, capfd):
+    """nohup was in vain; a first Ctrl-C ended the run at once, or a second one did not."""
+    for name, number in (("SIGINT", signal.SIGINT), ("SIGTERM", signal.SIGTERM), ("SIGHUP", signal.SIGHUP)):
+        before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if name == "SIGINT" else signal.SIG_DFL)
+            stopping = train.catch_signals()
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == (name == "SIGINT")
+            assert not stopping()
+            send(number)
+            assert stopping()
+            with pytest.raises(KeyboardInterrupt):
+                send(number)
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
+    assert capfd.readouterr().err.count("finishing this step, then saving") == 3
+
+
+def test_interrupt_before_the_training(corpus, out, monkeypatch, capsys):
+    """Ctrl-C while the corpus is read waited for a step, or was a traceback."""
+    monkeypatch.setattr(train, "read_poems", lambda path: send(signal.SIGINT))
+    assert command(monkeypatch, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu") == 130
+    assert capsys.readouterr().err == ""
+    assert not out.parent.exists() or not contents(out.parent)
+
+
+def test_the_command_to_go_on_is_quoted_for_the_shell():
+    """The printed command was quoted for a POSIX shell on Windows too, or had --resume twice."""
+    words = ["train.py", "--resume", "--out", "my model.pt"]
+    assert train.resume_command(words, windows=False) == "python train.py --out 'my model.pt' --resume"
+    assert train.resume_command(words, windows=True) == 'python train.py --out "my model.pt" --resume'
+
+
+def test_help_without_docstrings(monkeypatch, capsys):
+    """python -OO train.py --help died of a missing docstring."""
+    monkeypatch.setattr(train, "__doc__", None)
+    with pytest.raises(SystemExit) as end:
+        train.parse_args(["--help"])
+    assert end.value.code == 0
+    assert all(f"--{name.replace('_', '-')} N" in capsys.readouterr().out for name in list(train.PARAMETERS)[:1])
+
+
 def end_by(name):
     before_call(*STEP, functools.partial(send, getattr(signal, name)))
 
@@ -1125,5 +1241,5 @@ def test_the_lessons_exercise_3_as_it_is_worded(tmp_path, corpus):
     assert code.count("block_size: int = 128") == 1
     source.write_text(code.replace("block_size: int = 128", "block_size: int = 512"), encoding="utf-8")
     flags = [*TINY[:6], "--steps", "1", "--batch-size", "2", "--corpus", corpus, "--out", tmp_path / "m.pt"]
-    subprocess.run([sys.executable, "-OO", tmp_path / "train.py", *flags], check=True, capture_output=True)
+    subprocess.run([sys.executable, tmp_path / "train.py", *flags], check=True, capture_output=True)
     assert load_checkpoint(tmp_path / "m.pt")[0].config.block_size == 512
