@@ -157,16 +157,15 @@ def read_prosody(path=None):
     path = path or PROSODY
     remedy = f"{path} is missing or damaged: python -m data.prosody builds it anew"
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line and not line.startswith("#")]
-        parts = [line.split(" ") for line in lines]
-        tones = {char: kind for kind, chars in parts[:2] for char in chars}
-        rhymes = {char: i for i, (_, chars) in enumerate(parts[2:]) for char in chars}
+        *lines, rest = path.read_text(encoding="utf-8").split("\n")  # rest: of a line that was cut off
+        kinds, chars = zip(*(line.split(" ") for line in lines if not line.startswith("#")), strict=True)
     except (OSError, ValueError):  # UnicodeDecodeError too
         raise ValueError(remedy) from None
-    kinds, sizes = "".join(kind for kind, _ in parts), [sum(len(part[1]) for part in parts[:2]), len(rhymes)]
-    whole = kinds == "平仄" + "韵" * (len(parts) - 2) and len(parts) > 2
-    if not whole or [len(tones), sum(len(part[1]) for part in parts[2:])] != sizes:
+    whole = kinds == ("平", "仄", "韵", *"韵" * (len(kinds) - 3)) and all(chars) and not rest
+    if not whole or any(len(set(text)) < len(text) for text in ("".join(chars[:2]), "".join(chars[2:]))):
         raise ValueError(remedy)
+    tones = {char: kind for kind, text in zip("平仄", chars[:2], strict=True) for char in text}
+    rhymes = {char: i for i, text in enumerate(chars[2:]) for char in text}
     return Prosody(tones, rhymes)
 
 
