@@ -42,8 +42,9 @@ class GPTConfig:
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} does not divide by n_head {self.n_head}")
         if self.n_head % self.n_kv_head:
@@ -180,17 +181,9 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(
-        self,
-        idx,
-        max_new_tokens,
-        *,
-        stop=None,
-        constraint=None,
-        use_cache=True,
-        generator=None,
-        watch=None,
-        **knobs,
-    ):
+        self, idx, max_new_tokens, *, stop=None, constraint=None, use_cache=True, generator=None,
+        watch=None, **knobs,
+    ):  # fmt: skip
         """Write up to max_new_tokens characters after each row of idx (B, T); return all the ids.
 
         knobs: temperature, top_k, top_p, as in `probabilities`. generator: as in `sample`.
@@ -200,10 +193,10 @@ class GPT(nn.Module):
         watch: a function that is called with (logits (B, V), allowed (B, V) or None) at every draw.
         use_cache: False computes every position again at every step: the same ids, only slower.
 
-        The model sees at most block_size characters. When this window is full, its oldest half is
-        dropped and the rest is fed again, because learned positions cannot slide. Call it in eval
-        mode. Raises ValueError for wrong arguments, DecodingError, which names the step, for
-        non-finite logits or a constraint that allows nothing.
+        The model sees a window of block_size characters. When it is full, its oldest half goes and
+        the rest is fed again, because learned positions cannot slide. Call it in eval mode.
+        Raises ValueError for wrong arguments, DecodingError, which names the step, for non-finite
+        logits or a constraint that allows nothing.
         """
         check_sampling(**knobs)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
@@ -454,12 +447,11 @@ def load_checkpoint(path, device="cpu"):
         model = GPT(GPTConfig(**state["config"]))
         model.load_state_dict(state["weights"])  # names every missing, unknown or misshapen tensor
         vocab, info = Vocabulary(state["chars"]), dict(state["info"])
+        if len(vocab) != model.config.vocab_size:
+            raise ValueError(f"{len(vocab)} characters, vocab_size {model.config.vocab_size}")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} is not a checkpoint of this project: {reason}") from None
-    if len(vocab) != model.config.vocab_size:
-        size = model.config.vocab_size
-        raise CheckpointError(f"{path}: {len(vocab)} characters, but a vocab_size of {size}")
     return model.to(device).eval(), vocab, info
 
 

@@ -124,7 +124,7 @@ def test_weights_that_do_not_match_are_named(saved, name):
 
 
 WRONG_PARTS = {
-    "fewer characters": (lambda s: s.update(chars=VOCAB.chars[:-1]), "19 characters, but a vocab_size of 20"),
+    "fewer characters": (lambda s: s.update(chars=VOCAB.chars[:-1]), "19 characters, vocab_size 20"),
     "a character twice": (lambda s: s.update(chars=VOCAB.chars[:-1] + "春"), "of 20 characters only 19 are different"),
     "no characters": (lambda s: s.pop("chars"), "chars"),
     "no config": (lambda s: s.pop("config"), "config"),
@@ -134,7 +134,7 @@ WRONG_PARTS = {
     "config that is none": (lambda s: s.update(config=3), "config|mapping"),
     "heads": (lambda s: s["config"].update(n_head=3), "n_embd 16 does not divide by n_head 3"),
     "size": (lambda s: s["config"].update(n_layer=0), "n_layer is 0"),
-    "size in words": (lambda s: s["config"].update(block_size="8"), "'str' and 'int'"),
+    "size in words": (lambda s: s["config"].update(block_size="8"), "block_size is '8'; it must be a whole number"),
     "shared heads": (lambda s: s["config"].update(n_kv_head=3), "n_head 2 does not divide by n_kv_head 3"),
     "other shared heads": (lambda s: s["config"].update(n_kv_head=1), r"c_attn.weight.*\[48, 16\].*\[32, 16\]"),
     "dropout": (lambda s: s["config"].update(dropout=1.0), "dropout is 1.0"),
