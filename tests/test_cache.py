@@ -272,7 +272,9 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize(("rows", "shape"), [(1, "(V,)"), (3, "(V,)"), (3, "(B, V)")])
-@pytest.mark.parametrize("knobs", [{}, pytest.param({"temperature": 0}, marks=pytest.mark.slow), {"stop": 7}])
+@pytest.mark.parametrize(
+    "knobs", [{}, *(pytest.param(knobs, marks=pytest.mark.slow) for knobs in ({"temperature": 0}, {"stop": 7}))]
+)
 def test_forced_characters_at_every_place(tiny, name, rows, shape, knobs):
     """A forced character shifted a position, a stretch or the window of the cached run."""
     model, places = tiny(), TEMPLATES[name]

@@ -151,6 +151,7 @@ def test_what_does_not_go_together(program, arguments):
     assert error(err).startswith("generate.py: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -198,6 +199,7 @@ def test_stdout_carries_the_poems_alone(program):
     assert (status, out) == (2, "")
 
 
+@pytest.mark.slow
 def test_130_poems(program):
     """Poems lost, doubled or joined at the end of a batch of 64."""
     status, out, _ = program("--form", "七绝", "--loose", "-n", 130, "--seed", 3, "--temperature", 1)

@@ -261,6 +261,7 @@ def test_right_file_is_left_alone(target, monkeypatch, capsys):
     assert f"{target} is up to date" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_corpus_is_refused(folder, target, monkeypatch):
     """A corpus with another SHA-256 is written, over the older file."""
     target.parent.mkdir()
@@ -395,6 +396,7 @@ TROUBLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_broken_download(trouble, github, target):
     """A server that stops half way, closes, answers 404, a page or no HTTP gives a corpus, or a traceback."""
@@ -455,6 +457,7 @@ NPM_FAILURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", NPM_FAILURES)
 def test_github_when_npm_fails(failure, github, target, monkeypatch, capsys):
     """An npm that fails, brings nothing, half an archive or does not start ends it, or is passed over silently."""
@@ -582,6 +585,7 @@ def test_exit_status(error, code, monkeypatch, capsys):
     assert all(line.startswith("prepare.py: ") and str(error) in line for line in lines)
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize(("module", "code"), [("tqdm", -signal.SIGINT), ("opencc", 130)])
 def test_ctrl_c(module, code, tmp_path):
@@ -592,6 +596,7 @@ def test_ctrl_c(module, code, tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
+@pytest.mark.slow
 @posix
 def test_a_chinese_folder_in_a_locale_without_chinese(folder, target):
     """In the C locale the clone's folder was not found, or the figures could not be printed."""
@@ -610,6 +615,7 @@ def test_other_streams(stream, folder, target, monkeypatch):
     assert target.read_bytes() == CORPUS
 
 
+@pytest.mark.slow
 @posix
 def test_a_reader_that_has_enough(folder, target):
     """`prepare.py | head -1` ended with a complaint about the broken pipe, or with a status of its own."""
@@ -760,6 +766,7 @@ def test_the_split():
     assert len(held_out) == 116
 
 
+@pytest.mark.slow
 @real_corpus
 def test_the_real_corpus(monkeypatch, capsys):
     """The corpus is not the lesson's, holds a poem twice, or shares one between training and validation."""

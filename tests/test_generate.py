@@ -75,6 +75,7 @@ def test_a_constraint_allows_what_the_template_says():
     assert allowed == [set(LETTERS), {"，", "。"}, {"春"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 50.0])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_have_their_shape(poet, name, temperature):
@@ -115,10 +116,10 @@ def test_prompt_that_cannot_fit(prompt, said):
 def test_acrostics(poet, stub, n_char):
     """Heads lost, lines of another length, marks out of turn; with random heads, and a model that avoids them."""
     chance = random.Random(n_char)
-    for trial in range(16):
+    for trial in range(6):
         heads = "".join(chance.choices(LETTERS, k=chance.randint(1, 9)))
-        model = stub(logits(**dict.fromkeys(heads, -1e9))) if trial % 8 == 0 else poet
-        temperature = 50.0 if trial % 5 == 0 else 1.0
+        model = stub(logits(**dict.fromkeys(heads, -1e9))) if trial == 0 else poet
+        temperature = 50.0 if trial == 1 else 1.0
         [(poem, _)] = acrostic(model, VOCAB, heads, n_char, temperature, generator=seeded(trial))
         lines = re.findall(r"([^，。\n]*)([，。])", poem)
         assert "".join(line + mark for line, mark in lines) == poem
@@ -181,6 +182,7 @@ def test_the_rule_of_exercise_2(poem, problem):
     assert found is problem if problem is None else problem in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, poem_template(5, 4), poem_template(7, 3, "春眠不")])
 def test_cache_does_not_change_a_poem(poet, template):
     """The same seed wrote another poem without the cache, past the window of 16 too."""
@@ -458,6 +460,7 @@ def test_trace_says_what_was_cut(stub, capsys):
     assert re.search(rf"{len(LETTERS)} +100%", any_)
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_poem(poet, capsys):
     """A poem depended on the commands before it, or on a global generator."""
     flags = ["--prompt", "春风", "-n", 3, "--temperature", 1, "--seed", 5]
@@ -566,6 +569,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RIGHT, *WRONG])
 def test_exercise_1_tells_right_from_wrong(poet, capsys, monkeypatch, name):
     """A wrong top-p passed for right, or a right one written another way for wrong."""

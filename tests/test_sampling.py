@@ -276,7 +276,7 @@ def chi_square(counts, probs):
 DRAWS = 200_000
 
 
-@pytest.mark.parametrize("V", [1, 2, 3, 7, 23, 100])
+@pytest.mark.parametrize("V", [1, 2, 3, 7, 23, pytest.param(100, marks=pytest.mark.slow)])
 def test_draws_follow_the_probabilities(V):
     """A draw off the probabilities, or one row tied to the next: 200,000 draws, single and in pairs."""
     logits = torch.randn(1, V, generator=seeded(V)) * 1.5

@@ -173,6 +173,7 @@ def test_exactly_so_many_steps(steps, out, monkeypatch):
     assert [row[0] for row in log_rows(out)[1:]] == [str(steps)]
 
 
+@pytest.mark.slow
 def test_evaluations_change_nothing(tmp_path):
     """Evaluating every 2, every 5 steps or never gives other weights, or an evaluation is left out."""
     runs = {}
@@ -371,6 +372,7 @@ def test_passes_follow_each_other(out, monkeypatch):
 # Going on
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys):
     """The same command without --resume, and the run that was interrupted is lost."""
     arguments = [*TINY, "--steps", 6, "--corpus", corpus, "--out", out]
@@ -489,6 +491,7 @@ def test_resume_with_a_wrong_file(out, corpus, monkeypatch, capsys):
 # The corpus
 
 
+@pytest.mark.slow
 def test_line_ends_and_bom(tmp_path, corpus):
     """CRLF or a BOM gives other ids, another split or other weights."""
     text = corpus.read_bytes()
@@ -534,6 +537,7 @@ def test_corpus_just_long_enough(out):
     assert train_run(parameters("--steps", 2), ["山" * 15, next(filter(is_validation, POEMS))], out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [["--block-size", 1], ["--batch-size", 1], ["--block-size", 200], ["--n-head", 16]])
 def test_extreme_sizes(sizes, out):
     """A window of one character or longer than every poem, a batch of one, heads of one dimension crash."""
@@ -652,6 +656,7 @@ def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
 # Numbers that run away
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad_step", "named"), [(5, "step 7: the training loss is nan"), (7, "step 8: the validation loss is nan")]
 )
@@ -679,6 +684,7 @@ def test_huge_learning_rates(out):
         train_run(p, POEMS, out)
 
 
+@pytest.mark.slow
 def test_advice_after_a_nan_can_be_followed(out, corpus, monkeypatch, capsys):
     """After "lower the learning rates" the rerun was refused, because of the run that had diverged."""
     arguments = [*TINY, "--steps", 8, "--eval-interval", 2, "--corpus", corpus, "--device", "cpu"]
