@@ -176,6 +176,7 @@ def test_rare_characters_are_dropped(char):
         assert prepare.select([verse(1)[1].replace(place, "\u4e00")])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [b"", b"[", b"\xff", b"7", b'{"a": 1}', b"[{}]", b'[{"paragraphs": [1]}]'])
 def test_a_file_without_poems(data, folder, target):
     """A file of the source that is damaged, or holds something else, was a traceback."""
@@ -235,6 +236,7 @@ def test_archive_cut_short(end, archive, target):
 # What stands at the final name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "found",
     [b"", b"\x00\xff junk", b"<!DOCTYPE html><title>Sign in</title>", CORPUS[:-1], CORPUS.replace(b"\n", b"\r\n")],
@@ -289,6 +291,7 @@ def test_failed_write_leaves_the_older_file(call, folder, target, monkeypatch):
     assert only(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusals", [1, 4, 5])
 def test_a_held_file_is_tried_again(refusals, folder, target, monkeypatch):
     """A virus scanner that held the file for a moment ended the build, or one that never lets go was waited for."""
@@ -485,6 +488,7 @@ def test_an_npm_that_speaks_another_encoding(github, tmp_path, target, monkeypat
 # opencc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packages", "found"),
     [
@@ -605,6 +609,7 @@ def test_a_chinese_folder_in_a_locale_without_chinese(folder, target):
     assert "0 times 春风" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [None, io.StringIO()])
 def test_other_streams(stream, folder, target, monkeypatch):
     """A closed stream (None), or a notebook's, which cannot be put on UTF-8, was a traceback."""

@@ -509,6 +509,7 @@ def test_next_in_columns(poet, capsys):
         assert [row[2 + column] for row in rows] == [f"{100 * p:.1f}%" if p else "-" for p in probs]
 
 
+@pytest.mark.slow
 def test_next_and_trace_agree(poet, capsys):
     """--next on a poem's text, its line break first, said otherwise than the trace's first row."""
     row = poems(poet, capsys, "--prompt", "春风", "--seed", 1, "--temperature", 1, "--trace").err.splitlines()[-1]
