@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import gpt
 from data.poems import CORPUS, read_poems, split
-from data.prepare import CorpusError, prepare
+from data.prepare import CorpusError, prepare, say
 from gpt import GPT, CheckpointError, GPTConfig, UserError, Vocabulary
 
 # name: (value, least, what it is). Each is also a flag: --batch-size 16. The sizes stand in gpt.py.
@@ -313,15 +313,6 @@ def signature(path):
     with contextlib.suppress(FileNotFoundError):
         stat = path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def say(text, stream="stdout"):
-    """Print text, clear of the bar. Nobody may be listening any more: the model matters, not its log."""
-    try:
-        tqdm.write(text, file=getattr(sys, stream))
-        getattr(sys, stream).flush()
-    except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -58,9 +58,10 @@ class SourceError(CorpusError):
 
 
 def say(text, stream="stdout"):
-    """Print text to a stream of sys. Nobody may be listening any more: the corpus matters, not its log."""
+    """Print text to a stream of sys, clear of a bar. If nobody reads it any more, the work goes on."""
     try:
-        print(text, file=getattr(sys, stream), flush=True)
+        tqdm.write(text, file=getattr(sys, stream))
+        getattr(sys, stream).flush()
     except (OSError, ValueError):  # ValueError: it is closed
         setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
