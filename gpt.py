@@ -500,7 +500,8 @@ def run(main):
         ours = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
         if ours and "memory" not in str(error):  # no user's doing: show where
             raise
-        filename = getattr(error, "filename", None)
-        what = f"{filename}: {error.strerror}" if filename else str(error) or "out of memory"
+        what = str(error) or "out of memory"
+        if getattr(error, "strerror", None):  # the system's, not one of ours
+            what = f"{error.filename or 'the output'}: {error.strerror}"
         print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
         return getattr(error, "status", 1)

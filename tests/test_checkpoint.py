@@ -449,6 +449,7 @@ ENDS = {
     "checkpoint": (CheckpointError("gpt.pt is damaged"), 1, "gpt.pt is damaged"),
     "decoding": (DecodingError("step 3: no character"), 1, "step 3: no character"),
     "file": (FileNotFoundError(2, "No such file", "gpt.pt"), 1, "gpt.pt: No such file"),
+    "output": (OSError(errno.ENOSPC, "No space left"), 1, "the output: No space left"),
     "memory": (MemoryError(), 1, "out of memory"),
     "torch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "can't allocate memory"),
 }
