@@ -344,7 +344,8 @@ def normalised(text, vocab, name, line_break=False):
     """
     text, changes = normalise(text, vocab.ids.keys() - ({"\n"} if not line_break else set()))
     if changes:
-        said = "  ".join(f"{old.strip() or 'space'} → {new or 'nothing'}" for old, new in changes.items())
+        names = {char: "space" for char in changes if char.isspace()} | {"\n": "line break", "": "nothing"}
+        said = "  ".join(f"{names.get(old, old)} → {names.get(new, new)}" for old, new in changes.items())
         print(f"{name}: {said}", file=sys.stderr)
     try:
         vocab.encode(text)
@@ -756,9 +757,10 @@ def parse_args(argv=None):
 def load_model(args):
     """(model, vocab, a line that names them) of args.checkpoint, or of the first that is there."""
     paths = [args.checkpoint] if args.checkpoint else [CHECKPOINTS / "gpt.pt", CHECKPOINTS / "pretrained.pt"]
-    path = next((path for path in paths if path.exists()), paths[0])
-    if not args.checkpoint and not path.exists():
-        raise UserError(f"no {path} and no pretrained.pt: make one with python train.py")
+    path = next((path for path in paths if path.is_file()), None)
+    if not path:
+        way = "make one with python train.py" if len(paths) > 1 else "--checkpoint takes what train.py has written"
+        raise UserError(f"there is no file {' and no '.join(map(str, paths))}: {way}", 2)
     model, vocab, info = load_checkpoint(path, pick_device(args.device))
     if "\n" not in vocab.ids:
         raise UserError(f"{path} was not trained on poems: its vocabulary lacks the line break")

@@ -257,12 +257,12 @@ def test_unknown_characters(program):
 # Checkpoints
 
 
-@pytest.mark.parametrize("name", ["missing.pt", "damaged.pt", "page.pt", "."])
-def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
-    """A missing, damaged or foreign checkpoint ended in a traceback; one line names it, status 1."""
+@pytest.mark.parametrize(("name", "code"), [("missing.pt", 2), (".", 2), ("damaged.pt", 1), ("page.pt", 1)])
+def test_checkpoints_that_cannot_be_used(program, checkpoints, name, code):
+    """A missing, damaged or foreign checkpoint ended in a traceback, or a missing one with status 1."""
     for arguments in ([], ["--prompt", "春"], ["--next", "春"]):
         status, out, err = program("--checkpoint", checkpoints / name, *arguments)
-        assert (status, out) == (1, "")
+        assert (status, out) == (code, "")
         assert str(checkpoints / name) in error(err)
         assert error(err).startswith("generate.py: ")
         assert len(err.splitlines()) <= 1 + err.startswith("model: ")
@@ -308,8 +308,8 @@ def test_which_checkpoint(tmp_path, checkpoints, monkeypatch, capsys):
     own, shipped = tmp_path / "gpt.pt", tmp_path / "pretrained.pt"
     monkeypatch.setattr(generate, "CHECKPOINTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", "--next", "春"])
-    assert gpt.run(generate.main) == 1
-    assert f"no {own} and no pretrained.pt: make one with python train.py" in capsys.readouterr().err
+    assert gpt.run(generate.main) == 2
+    assert f"no file {own} and no {shipped}: make one with python train.py" in capsys.readouterr().err
     for path in (shipped, own):
         shutil.copy(checkpoints / "poet.pt", path)
         assert gpt.run(generate.main) == 0

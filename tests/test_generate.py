@@ -721,7 +721,7 @@ def test_a_prompt_is_normalised_with_a_notice(capsys):
     """A prompt was changed in silence, or the notice went to stdout."""
     assert generate.normalised("春, 風\n", VOCAB, "--prompt") == "春，风"
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "--prompt: , → ，  space → nothing  風 → 风  space → nothing\n")
+    assert (out, err) == ("", "--prompt: , → ，  space → nothing  風 → 风  line break → nothing\n")
     assert generate.normalised("春风", VOCAB, "--prompt") == "春风"
     assert capsys.readouterr().err == ""
 
