@@ -192,7 +192,7 @@ class Run:
             x, y = training_batch(stream, starts, p, step_in_pass, self.steps_per_pass)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = optimizer.defaults["lr"] * lr_factor(self.step, p)
+                    group["lr"] = optimizer.defaults["lr"] * lr_factor(self.step, p)  # of its peak
             torch.manual_seed(p.seed * 2**31 + self.step)  # the step alone decides which dropout it gets
             loss = self.model(x.to(self.device), y.to(self.device))[1]
             self.check_finite("training", self.step + 1, loss.item())
