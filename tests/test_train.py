@@ -731,6 +731,8 @@ def child(hook, output, arguments):
     redirect(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     torch.set_num_threads(1)
     train.tqdm.set_lock(threading.RLock())  # its own would leave a semaphore behind when the process is killed
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     sys.argv = ["train.py", *arguments]
     hook()
     sys.exit(gpt.run(train.main))
