@@ -96,7 +96,7 @@ def test_the_file(tmp_path):
     assert good.splitlines()[1:] == ["平 春人新", "仄 月雪", "韵 春人新"]
     damaged = ["", good[:-8], good.replace("仄", "平"), good.replace("月", "春"), good.replace("韵 春", "韵 人")]
     damaged += [good.replace("平 ", ""), good + "新\n", good.replace("仄 月雪\n", "")]
-    damaged += [good[:-1], good + "韵 \n", good[: good.index("韵 ")]]
+    damaged += [good[:-1], good + "韵 雪", good + "韵 \n", good[: good.index("韵 ")]]
     for text in damaged:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=r"prosody\.txt is missing or damaged: python -m data\.prosody"):
