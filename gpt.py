@@ -1,12 +1,13 @@
 """A character-level GPT opened up: the model, its KV cache, and how the next character is chosen.
 
-Read it top to bottom beside the lesson "Generating text and the KV cache". A comment that begins
-with `lesson:` marks where the code of one of its sections stands. Shapes stand at the end of lines:
-B rows, T positions, C = n_embd, H heads of C/H dimensions, G = n_kv_head, V = vocab_size.
+Read it top to bottom beside the lesson "Generating text and the KV cache", as far as "Characters";
+what comes after that is about files. A comment `lesson:` marks where the code of one of the
+lesson's ideas stands. Shapes stand at the end of lines: B rows, T positions, C = n_embd, H heads of
+attention, each of C/H dimensions, G = n_kv_head of keys and values, V = vocab_size.
 
 The network is GPT-2 (Radford et al. 2019) without biases: learned positions, LayerNorm before each
-part, tanh GELU, the head tied to the embedding. The weights have GPT-2's names and layout, except
-that a matrix is (out, in), as in nn.Linear, where GPT-2 stores (in, out).
+part, tanh GELU, an output layer tied to the embedding, which gives the logits. The weights have
+GPT-2's names and layout, except that a matrix is (out, in), as in nn.Linear, not (in, out).
 """
 
 import contextlib
@@ -53,10 +54,12 @@ class GPTConfig:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
 
+# lesson: the KV cache
 class KVCache:
     """The keys and values of one layer in one run, allocated once for `length` positions.
 
-    The caller owns it and counts the positions, in `start`.
+    (torch.cat, as in the lesson, would copy all of them at every step.) The caller owns it and
+    counts the positions that it holds, in `start`.
     """
 
     def __init__(self, config, batch_size, length, device=None):
@@ -65,34 +68,39 @@ class KVCache:
         self.v = torch.empty(shape, device=device)
 
     def append(self, k, v, start):
-        """Store k and v (B, G, T, C/H) from position start on; return all up to their end."""
+        """Store k and v (B, G, T, C/H) from position start on; return all up to their end.
+
+        Those of a single row are stored for all rows.
+        """
         total = start + k.size(2)
         if total > self.k.size(2):
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        if start == 0:  # nothing stands before them; k and v of one row are now those of all rows
-            return k, v
-        return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
+        return self.k[: len(k), :, :total], self.v[: len(v), :, :total]  # (B, G, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
-    """(T, total) bool: which of total keys each of the last T positions sees.
+    """(T, total) bool: True where query i may look at key j.
 
-    Query i stands at position i + (total - T) and sees the keys up to its own.
+    The T queries are the last of total positions: query i stands at position i + (total - T), and
+    looks at the keys up to its own.
     """
     # lesson: the offset mask
     return torch.ones(T, total, dtype=torch.bool, device=device).tril(diagonal=total - T)
 
 
 def attention(x, c_attn, c_proj, config, cache=None, start=0):
-    """x (B, T, C), the positions from start on, looks at itself and at what the cache holds."""
+    """x (B, T, C), the positions from start on -> (B, T, C).
+
+    Each position attends to itself, to those before it in x, and to those in the cache.
+    """
     (B, T, C), H, G = x.shape, config.n_head, config.n_kv_head
     qkv = (x @ c_attn).view(B, T, H + 2 * G, C // H).transpose(1, 2)
     q, k, v = qkv.split_with_sizes([H, G, G], dim=1)  # (B, H, T, C/H), twice (B, G, T, C/H)
-    if cache is not None:  # lesson: the KV cache; k and v of earlier positions are looked up
+    if cache is not None:  # k and v of earlier positions are looked up, not computed again
         k, v = cache.append(k, v, start)  # (B, G, total, C/H) each
-    # A single query, as decode mostly has, is the newest position and sees every key: no mask.
+    # A single query is the newest position and may look at every key: no mask.
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
     # lesson: grouped-query attention; G < H heads of k and v are shared among those of q
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G < H)  # (B, H, T, C/H)
@@ -104,7 +112,11 @@ def mlp(x, c_fc, c_proj):
 
 
 class Block(nn.Module):
-    """The weights of one layer, by GPT-2's names. `GPT.hidden` computes with them."""
+    """The weights of one layer, by GPT-2's names.
+
+    It has no forward: `GPT.hidden` computes with the weights themselves, because the calls and
+    look-ups of nn.Module would take a fifth of the time of a step.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -128,21 +140,21 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: x @ wte.T
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the output layer
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # GPT-2's initialisation: what adds to the residual starts smaller
+            if weight.ndim == 2:  # GPT-2's initialisation: the two c_proj of a layer start smaller
                 std = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
                 nn.init.normal_(weight, std=std)
 
     def layers(self):
-        """The six weights of each layer. A run fetches them once: nn.Module's look-ups are slow."""
+        """The six weights of each layer; `generate` fetches them once."""
         return [block.weights() for block in self.h]
 
     def hidden(self, idx, caches=None, start=0, layers=None):
-        """idx (B, T), the characters from position start on -> what the head reads, (B, T, C).
+        """idx (B, T), the characters from position start on -> (B, T, C), for the output layer.
 
         caches: a KVCache for each layer, filled up to start. layers: `self.layers()`, if at hand.
         Raises ValueError past block_size.
@@ -156,21 +168,21 @@ class GPT(nn.Module):
 
         # lesson: positions from start
         x = drop(F.embedding(idx, self.wte.weight) + self.wpe.weight[start:end])  # (B, T, C)
-        C = (config.n_embd,)
+        shape = (config.n_embd,)
         for i, weights in enumerate(layers or self.layers()):
             ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj = weights
             cache = caches[i] if caches else None
-            y = torch.layer_norm(x, C, ln_1)
+            y = torch.layer_norm(x, shape, ln_1)
             x = x + drop(attention(y, c_attn, attn_proj, config, cache, start))  # (B, T, C)
-            y = torch.layer_norm(x, C, ln_2)
+            y = torch.layer_norm(x, shape, ln_2)
             x = x + drop(mlp(y, c_fc, mlp_proj))  # (B, T, C)
-        return torch.layer_norm(x, C, self.ln_f.weight)
+        return torch.layer_norm(x, shape, self.ln_f.weight)
 
     def forward(self, idx, targets=None, caches=None, start=0):
         """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean loss in nats).
 
-        The loss is the cross-entropy; a target of -100 does not count. It is taken in chunks: the
-        logits of a whole batch, 100 MB, fit no CPU's cache and make a training step a fifth slower.
+        The loss is the cross-entropy; a target of -100 does not count. It is taken in chunks: all
+        logits of a batch, 100 MB, would make a training step a fifth slower.
         """
         x = self.hidden(idx, caches, start)
         if targets is None:
@@ -181,24 +193,25 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(
-        self, idx, max_new_tokens, *, stop=None, constraint=None, use_cache=True, generator=None,
-        watch=None, **knobs,
+        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, stop=None,
+        constraint=None, use_cache=True, generator=None, watch=None,
     ):  # fmt: skip
         """Write up to max_new_tokens characters after each row of idx (B, T); return all the ids.
 
-        knobs: temperature, top_k, top_p, as in `probabilities`. generator: as in `sample`.
-        stop: an id; a row that has written it is padded with it, and when all have, the run ends.
+        temperature, top_k, top_p: as in `probabilities`. generator: as in `sample`.
+        stop: an id that ends a row; the row is filled up with it until all rows have ended.
         constraint: a function of the ids so far (B, t) -> which ids may come next, bool (V,) or
-            (B, V). Where it leaves every row a single id, that id is put in without the model.
-        watch: a function that is called with (logits (B, V), allowed (B, V) or None) at every draw.
+            (B, V). If each row has only one such id, it is appended without running the model.
         use_cache: False computes every position again at every step: the same ids, only slower.
+        watch: a function that is called with logits (B, V) and allowed, the constraint's answer or
+            None, before every draw.
 
-        The model sees a window of block_size characters. When it is full, its oldest half goes and
-        the rest is fed again, because learned positions cannot slide. Call it in eval mode.
-        Raises ValueError for wrong arguments, DecodingError, which names the step, for non-finite
-        logits or a constraint that allows nothing.
+        The model sees a window of block_size characters. When it is full, its older half goes,
+        and the rest is fed again from position 0: the cached k and v contain the old positions.
+        Call it in eval mode. Raises ValueError for wrong arguments, DecodingError, which names the
+        step, for non-finite logits or a constraint that allows nothing.
         """
-        check_sampling(**knobs)
+        check_sampling(temperature, top_k, top_p)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
         if T < 1:
             raise ValueError("the prompt is empty; a poem starts after a line break")
@@ -206,27 +219,30 @@ class GPT(nn.Module):
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
         room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
         caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
-        begin = max(0, T - block_size)  # where the window, the text that the model sees, begins
-        start = 0  # how much of that text the caches hold
+        left = max(0, T - block_size)  # where the window begins in idx
+        start = 0  # how many characters of the window the caches hold
+        if use_cache and B > 1 and T > 1 and (idx == idx[0]).all():
+            # A prompt that all rows share is computed once, except for its last character.
+            self.hidden(idx[:1, left:-1], caches, start, layers)
+            start = T - 1 - left
+        knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         noise = exponential_noise(generator, B, self.config.vocab_size, steps=32)
         stopped = torch.zeros(B, dtype=torch.bool, device=idx.device)
         for step in range(max_new_tokens):
-            if idx.size(1) - begin > block_size:  # the window is full: drop its oldest half
-                begin, start = begin + (block_size + 1) // 2, 0
-            text = idx[:, begin:]  # (B, up to block_size)
-            allowed = constraint(idx).expand(B, -1) if constraint else None  # (B, V)
-            if is_forced(allowed):  # such as the heads and marks of an acrostic: put in, not drawn
-                next_id = allowed.int().argmax(dim=-1)  # (B,)
+            if idx.size(1) - left > block_size:  # lesson: the window slides, by half its length
+                left, start = left + (block_size + 1) // 2, 0
+            window = idx[:, left:]  # (B, up to block_size)
+            allowed = constraint(idx) if constraint else None  # (V,) or (B, V)
+            if allowed is not None and (allowed.sum(dim=-1) == 1).all():
+                # Forced, such as the marks of an acrostic. The next draw feeds it to the model.
+                next_id = allowed.int().argmax(dim=-1).expand(B)  # (B,)
             else:
-                if use_cache:  # lesson: prefill the prompt (start is 0), then decode what is new
-                    if start == 0 and (text == text[0]).all():  # a common prefix is computed once
-                        text = text[:1]
-                    x = self.hidden(text[:, start:], caches, start, layers)
-                    start = text.size(1)
+                if use_cache:  # lesson: prefill all of the prompt, then decode: only what is new
+                    x = self.hidden(window[:, start:], caches, start, layers)
+                    start = window.size(1)
                 else:  # lesson: repeated computation, the whole text again at every step
-                    x = self.hidden(text, layers=layers)
-                # The head reads the last position only.
-                logits = F.linear(x[:, -1], self.wte.weight).expand(B, -1)  # (B, V)
+                    x = self.hidden(window, layers=layers)
+                logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), of the last position only
                 if watch:
                     watch(logits, allowed)
                 try:
@@ -262,19 +278,14 @@ def check_sampling(temperature=1.0, top_k=None, top_p=None):
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
 
 
-def is_forced(allowed):
-    """Whether allowed, bool (B, V) or None, leaves every row one id. The first row often tells."""
-    return allowed is not None and allowed[0].sum() == 1 and (allowed.sum(dim=-1) == 1).all()
-
-
 def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None):
     """logits (B, V) -> the probabilities (B, V) that a draw is made from; 0 for what is ruled out.
 
     Applied in this order; the logits are not written to.
     allowed: which ids may come at all, bool (V,) or (B, V).
-    temperature: the logits are divided by it; 0 leaves the likeliest id alone, as top_k=1 does.
-    top_k: the k likeliest ids, exactly k even among ties; k >= V filters nothing.
-    top_p: the fewest ids, likeliest first, whose probabilities reach p (Holtzman et al. 2020).
+    temperature: the logits are divided by it; 0 keeps only the likeliest id, as top_k=1 does.
+    top_k: keeps the k likeliest ids, exactly k even among ties; k >= V filters nothing.
+    top_p: keeps the fewest ids, likeliest first, whose sum reaches p (Holtzman et al. 2020).
     Raises ValueError as `check_sampling`, DecodingError for non-finite logits or nothing allowed.
     """
     check_sampling(temperature, top_k, top_p)
@@ -282,21 +293,21 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
         logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
         top_k = 1
-    elif temperature != 1:  # lesson: temperature; first less the maximum, so that none overflows
+    elif temperature != 1:  # lesson: temperature; less the maximum, so that nothing overflows
         logits = logits - logits.amax(dim=-1, keepdim=True)
         logits /= max(temperature, 1e-30)
-    if top_k is not None:  # lesson: top-k; a threshold would keep all that tie with the k-th
+    if top_k is not None:  # lesson: top-k; the lesson's `logits < kth` keeps every tie
         values, ids = logits.topk(min(top_k, logits.size(-1)))
         logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
     probs = logits.softmax(dim=-1)  # (B, V)
-    if top_p is not None and top_p < 1:
+    if top_p is not None and top_p < 1:  # lesson: exercise 1
         values, ids = probs.sort(descending=True)
-        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # by the likelier ids, before each
+        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # whether the ids before one reach p
         values[:, 1:].masked_fill_(reached, 0)
         probs = torch.zeros_like(probs).scatter(-1, ids, values)
         probs /= probs.sum(dim=-1, keepdim=True)
-    # One NaN or infinity among the logits, or -inf for all of them, makes the whole row NaN.
-    if any(map(math.isnan, probs[:, 0].tolist())):
+    # A NaN or +infinity among the logits, or -infinity for all of them, makes the whole row NaN.
+    if probs[:, 0].isnan().any():
         if allowed is not None and not allowed.any(dim=-1).all():
             raise DecodingError("the constraint allows no character at all")
         raise DecodingError("non-finite logits (NaN or infinity): the model's weights are damaged")
@@ -311,30 +322,33 @@ def sample(logits, generator=None, **knobs):
     return draw(probabilities(logits, **knobs), next(exponential_noise(generator, *logits.shape)))
 
 
+# lesson: torch.multinomial, which draws by the same probabilities
 def draw(probs, E):
-    """Draw one id a row from probs (B, V), exactly by its probability: the largest p / E wins.
+    """Draw one id a row from probs (B, V), exactly by these probabilities -> ids (B,).
 
-    E (B, G + W) is exponential noise: the Gumbel-max trick (Gumbel 1954). Two rounds, first a group
-    of W neighbouring ids, then one of its ids, take 2 * sqrt(V) random numbers instead of V. A draw
-    by cumulative sums has an edge between any two ids, which a rounding difference could cross.
+    Each probability is divided by a random number of its own, and the largest quotient wins.
+    E (B, K + W): the random numbers, exponentially distributed (Gumbel 1954, the Gumbel-max trick).
+    First one of K groups of W neighbouring ids is drawn, then one of its ids: 2 * sqrt(V) random
+    numbers do for V ids. The same numbers give the same id on every device and with or without the
+    cache, where a cumulative sum of probabilities can differ in its last bits.
     """
     B, V = probs.shape
-    G, W = group_sizes(V)
+    K, W = group_sizes(V)
     E = E.to(probs.device)
-    groups = F.pad(probs, (0, G * W - V)).view(B, G, W)
-    group = (groups.sum(dim=-1) / E[:, :G]).argmax(dim=-1)  # (B,)
+    groups = F.pad(probs, (0, K * W - V)).view(B, K, W)
+    group = (groups.sum(dim=-1) / E[:, :K]).argmax(dim=-1)  # (B,)
     members = groups[torch.arange(B), group]  # (B, W)
-    return group * W + (members / E[:, G:]).argmax(dim=-1)
+    return group * W + (members / E[:, K:]).argmax(dim=-1)
 
 
 def group_sizes(V):
-    """(G, W): V ids make G groups of W, the last one padded; both are about sqrt(V)."""
+    """(K, W): V ids make K groups of W, the last one padded; both are about sqrt(V)."""
     W = math.isqrt(V - 1) + 1
     return -(-V // W), W
 
 
 def exponential_noise(generator, B, V, steps=1):
-    """Yield E = -log u (B, G + W) for one `draw` after another; `steps` of them at once."""
+    """Yield E (B, K + W) for one draw after another; those of `steps` draws are made at once."""
     while True:
         u = torch.rand(steps, B, sum(group_sizes(V)), generator=generator)
         yield from -u.clamp_(min=2**-25).log_()  # u can be 0, and E must be finite
@@ -420,13 +434,13 @@ def load_state(path):
     """
     with open(path, "rb") as file:
         try:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load believes a flipped bit
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not notice a flipped bit
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch has many kinds for a file not its own, with long texts
+        except Exception as error:  # torch raises many kinds, with long texts
             damaged = type(error).__name__
     if damaged:
-        raise CheckpointError(f"{path} is damaged or not a checkpoint ({damaged}); get it anew")
+        raise CheckpointError(f"{path} is damaged or not a checkpoint ({damaged}); fetch it again")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
     return state
@@ -460,7 +474,7 @@ def load_checkpoint(path, device="cpu"):
 
 
 class UserError(Exception):
-    """Ends a script with one line: status 1 a failure while running, 2 wrong usage or input."""
+    """Ends a script with one line. status: 1 for a failure, 2 for wrong usage or wrong input."""
 
     def __init__(self, message, status=1):
         super().__init__(message)
@@ -475,14 +489,14 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each kind of device has its own way to be missing
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0][:80]
         raise UserError(f"--device {name}: not there ({reason}); cpu always is", 2) from None
     return torch.device(name)
 
 
 def run(main):
     """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C."""
-    for name in ("stdout", "stderr"):  # UTF-8 whatever the terminal; nowhere if it is closed
+    for name in ("stdout", "stderr"):  # UTF-8 on every terminal; a closed one gets nothing
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -497,11 +511,12 @@ def run(main):
     except KeyboardInterrupt:
         return 130
     except (UserError, CheckpointError, OSError, MemoryError, RuntimeError) as error:
-        ours = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
-        if ours and "memory" not in str(error):  # no user's doing: show where
-            raise
-        what = str(error) or "out of memory"
-        if getattr(error, "strerror", None):  # the system's, not one of ours
+        what = str(error)
+        if isinstance(error, OSError) and error.strerror:
             what = f"{error.filename or 'the output'}: {error.strerror}"
+        elif isinstance(error, MemoryError) or "memory" in what:  # torch raises a RuntimeError
+            what = "out of memory; choose smaller sizes, or less at once"
+        elif isinstance(error, RuntimeError) and not isinstance(error, DecodingError):
+            raise  # a fault of the program, not of the user: show where
         print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
         return getattr(error, "status", 1)

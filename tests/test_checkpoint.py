@@ -159,7 +159,7 @@ def test_a_damaged_file_is_named(saved):
     damaged += [b"\x00" * 500, b"<!DOCTYPE html>\n" * 50, b"\x80\x04.", pickle.dumps([1, 2], protocol=2), whole[200:]]
     for data in damaged:
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint \(.+\); get it anew$"):
+        with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint \(.+\); fetch it again$"):
             load_checkpoint(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match=r"gpt\.pt is not a checkpoint: it holds a list"):
@@ -185,7 +185,7 @@ def test_a_flipped_bit_is_noticed(saved):
         begin = whole.index(data)
         for place in (begin, begin + len(data) // 2, begin + len(data) - 1):
             flip(path, whole, place, bit=place % 8)
-            with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged .*; get it anew"):
+            with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged .*; fetch it again"):
                 load_checkpoint(path)
     path.write_bytes(whole)
     assert load_checkpoint(path)[0].wte.weight.equal(model.wte.weight)
@@ -450,8 +450,8 @@ ENDS = {
     "decoding": (DecodingError("step 3: no character"), 1, "step 3: no character"),
     "file": (FileNotFoundError(2, "No such file", "gpt.pt"), 1, "gpt.pt: No such file"),
     "output": (OSError(errno.ENOSPC, "No space left"), 1, "the output: No space left"),
-    "memory": (MemoryError(), 1, "out of memory"),
-    "torch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "can't allocate memory"),
+    "memory": (MemoryError(), 1, "out of memory; choose smaller sizes, or less at once"),
+    "torch's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "less at once"),
 }
 
 
