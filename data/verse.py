@@ -30,12 +30,13 @@ RICH = 24  # five rhyme words, and more of the group than a poem has in other pl
 
 
 def poem_template(n_char, n_lines, heads=""):
-    """n_lines lines of n_char characters, ，and 。 after them in turn; heads, one a line, begin them.
+    """n_lines lines of n_char characters, ，and 。 after them in turn, 。 after the last; heads begin them, one a line.
 
     poem_template(2, 2, "春风") == ["春", Place.ANY, "，", "风", Place.ANY, "。"]
     """
     line = [Place.ANY] * n_char
-    template = [entry for i in range(n_lines) for entry in (*line, "，。"[i % 2])]
+    marks = [*("，。"[i % 2] for i in range(n_lines - 1)), "。"]
+    template = [entry for mark in marks for entry in (*line, mark)]
     if heads:
         template[:: n_char + 1] = heads
     return template
