@@ -77,37 +77,41 @@ EX2_POEMS = 100  # exercise 2: free ones and constrained ones
 EX3_BLOCK_SIZE = 512  # exercise 3
 EX3_CHARS = (100, 200, 300, 400, 500)
 
-# What an edited constant must be, as an example: a number at least as large, a tuple of such.
+# What an edited constant must be like: an example, the least and the most of the numbers in it.
 LIKE = {
-    "SEED": 0,
-    "THREADS MAX_CHARS NEXT_TOP POEMS TOP_K SAME_CHARS LONG_CHARS TIMED_RUNS BATCH CANDIDATES": 1,
-    "EX1_POEMS EX2_POEMS EX3_BLOCK_SIZE": 1,
-    "HOT OPENING_TEMPERATURE ACROSTIC_TEMPERATURE TEMPERATURE EX1_TOP_P": 0.0,
-    "TEMPERATURES": (0.0,),
-    "TIMED_CHARS EX3_CHARS": (1,),
-    "NEXT_PROMPTS OPENINGS": ("春",),
-    "ACROSTICS": (("春", 1),),
+    "SEED": (1, 0, 2**62),
+    "THREADS": (1, 1, 1024),
+    "POEMS EX1_POEMS CANDIDATES TIMED_RUNS": (3, 1, 100),
+    "MAX_CHARS NEXT_TOP TOP_K SAME_CHARS LONG_CHARS BATCH EX2_POEMS EX3_BLOCK_SIZE": (64, 1, 10**4),
+    "TIMED_CHARS EX3_CHARS": ((120,), 1, 10**4),
+    "HOT OPENING_TEMPERATURE ACROSTIC_TEMPERATURE TEMPERATURE": (0.8, 0, 10**6),
+    "TEMPERATURES": ((0.8,), 0, 10**6),
+    "EX1_TOP_P": (0.9, 0.001, 1),
+    "NEXT_PROMPTS OPENINGS": (("春风",), 0, 0),
+    "ACROSTICS": ((("春风", 7),), 1, 100),
 }
 
 
-def is_like(value, example):
-    """Whether value is of the kind of example: a text, a number at least as large, or a tuple of such."""
+def is_like(value, example, least, most):
+    """Whether value is of the kind of example: a text, a number from least to most, or a tuple of such."""
     if isinstance(example, tuple):
         same_length = isinstance(value, tuple) and (len(value) == len(example) or len(example) == 1)
-        return same_length and len(value) > 0 and all(map(is_like, value, itertools.cycle(example)))
+        pairs = zip(value, itertools.cycle(example), strict=False) if same_length else ()
+        return same_length and len(value) > 0 and all(is_like(*pair, least, most) for pair in pairs)
     if isinstance(example, str):
         return isinstance(value, str) and bool(value)
-    kinds, most = ((int, float), 10**5) if isinstance(example, float) else (int, 10**5 if example else 2**62)
-    return isinstance(value, kinds) and not isinstance(value, bool) and example <= value <= most
+    kinds = (int, float) if isinstance(example, float) else int
+    return isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_settings():
     """Raise UserError, which names the constant, for one that was edited into something else."""
-    for names, example in LIKE.items():
+    for names, (example, least, most) in LIKE.items():
         for name in names.split():
             value = globals()[name]
-            if not is_like(value, example):
-                raise UserError(f"{name} in generate.py is {value!r}; {example!r} would be right, or more", 2)
+            if not is_like(value, example, least, most):
+                limits = f", with numbers from {least:,} to {most:,}" if most else ""
+                raise UserError(f"{name} in generate.py is {value!r}; it must be like {example!r}{limits}", 2)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def first_lines(model, vocab, start, rule, end, generator=None, temperature=1.0,
     each character and at the mark (importance resampling).
     """
     rows = start[:1].expand(max(len(start), 16), -1)  # a single poem needs some more candidates
-    marks = constraint([["，。"]], vocab)(start[:1, :1])  # (V,)
+    marks = template_constraint([["，。"]], vocab)(start[:1, :1])  # (V,)
     weights = torch.zeros(CANDIDATES, len(rows), device=start.device)
 
     def open_end(ids):  # two marks to choose from: so the mark is not put in, but drawn, and weighed
@@ -166,7 +170,7 @@ def first_lines(model, vocab, start, rule, end, generator=None, temperature=1.0,
     return torch.cat(lines)[scores.flatten().topk(len(start)).indices]
 
 
-def constraint(templates, vocab, prosody=None):
+def template_constraint(templates, vocab, prosody=None):
     """A TemplateConstraint for model.generate: ids (B, t) -> bool (V,) or (B, V), as tensors."""
     vocab.encode("".join(entry for entry in templates[0] if isinstance(entry, str)))  # raises if it lacks one
     rule = TemplateConstraint(templates, vocab.chars, prosody)
@@ -177,7 +181,7 @@ def acrostic(model, vocab, heads, n_char=7, temperature=ACROSTIC_TEMPERATURE, n=
     """n poems whose lines, each of n_char characters and a mark, begin with the heads."""
     # lesson: acrostic poems; the heads and the marks are put in, the rest is written
     template = poem_template(n_char, len(heads), heads)
-    rule = constraint([template], vocab)
+    rule = template_constraint([template], vocab)
     knobs |= {"temperature": temperature, "generator": generator}
     return write(model, vocab, n=n, rule=rule, length=len(template), **knobs)
 
@@ -216,17 +220,18 @@ def next_logits(model, vocab, text):
 def demo_next(model, vocab):
     # lesson: all the model gives is probabilities
     print(f"== 1. 读完一段文字，模型给下一个字的概率（前 {NEXT_TOP} 名）")
-    for text in known(NEXT_PROMPTS, vocab, "NEXT_PROMPTS"):
+    texts = list(known(NEXT_PROMPTS, vocab, "NEXT_PROMPTS"))
+    for text in texts:
         probs = probabilities(next_logits(model, vocab, text))[0]  # (V,)
         best, ids = probs.topk(min(NEXT_TOP, len(vocab)))
         shown = zip(vocab.decode(ids), best.tolist(), strict=True)
         print(f"  「{text}」→ " + "  ".join(f"{show_char(char)} {100 * p:.1f}%" for char, p in shown))
-    if CORPUS.exists() and "。" in vocab.ids:  # what the model's last probability can be held against
-        corpus = CORPUS.read_text(encoding="utf-8", errors="replace")
+    corpus = CORPUS.read_text(encoding="utf-8", errors="replace") if CORPUS.exists() else ""
+    if texts and text in corpus and "。" in vocab.ids:  # what the model's last probability can be held against
         n, followed = corpus.count(text), corpus.count(text + "。")
         print(
             f"  语料里「{text}」出现 {n} 次，其中 {followed} 次后面紧跟「。」："
-            f"{100 * followed / max(1, n):.1f}%；模型给的概率：{100 * probs[vocab.ids['。']]:.1f}%"
+            f"{100 * followed / n:.1f}%；模型给的概率：{100 * probs[vocab.ids['。']]:.1f}%"
         )
 
 
@@ -243,6 +248,7 @@ def demo_top_k(model, vocab):
 
 
 def demo_continue(model, vocab):
+    # lesson: continuation
     print("== 4. 给出开头，让它续写")
     generator = seeded()
     for opening in known(OPENINGS, vocab, "OPENINGS"):
@@ -381,7 +387,7 @@ def plan(args, model, vocab, prosody):
     shape = poem_template(n_char, n_lines, heads)
     check_fits(shape, prompt, args.form)
     if not prosody:
-        return prompt, {"rule": constraint([shape], vocab), "length": len(shape)}
+        return prompt, {"rule": template_constraint([shape], vocab), "length": len(shape)}
     given = dict(enumerate(prompt)) | {i * (n_char + 1): head for i, head in enumerate(heads)}
     templates, lost = choose_templates(args.form, given, prosody)
     if lost:
@@ -389,7 +395,7 @@ def plan(args, model, vocab, prosody):
         print(f"{prompt or heads} does not keep the {lost} of {args.form}; the rest keeps {kept}", file=sys.stderr)
     for template in templates if heads else ():
         template[:: n_char + 1] = heads
-    return prompt, {"rule": constraint(templates, vocab, prosody), "length": len(shape), "first_line": n_char}
+    return prompt, {"rule": template_constraint(templates, vocab, prosody), "length": len(shape), "first_line": n_char}
 
 
 def write_poems(model, vocab, args):
@@ -497,7 +503,7 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
 
 
 # ---------------------------------------------------------------------------------------------------
-# The three exercises. Each prints what there is to see, then whether the solution is right.
+# lesson: the exercises. Each prints what there is to see, then whether the solution is right.
 
 
 def my_top_p(probs, p):
@@ -517,7 +523,7 @@ def ask(function, *arguments):
         return function(*arguments)
     except NotImplementedError:
         raise UserError(f"not tried yet: write {function.__name__} in generate.py") from None
-    except Exception as error:  # whatever a first attempt may raise
+    except (Exception, SystemExit) as error:  # whatever a first attempt may do
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else 0
         raise UserError(f"wrong: {function.__name__} fails in line {line}: {error!r}") from None
 
@@ -579,7 +585,7 @@ def exercise_top_p(model, vocab):
 
 
 def misplaced(text):
-    """None, or what breaks exercise 2's rule, read off the lesson: 32 characters, ，or 。 at 8, 16, 24, 。 at 32."""
+    """None, or what breaks exercise 2's rule, as the lesson has it: 32 characters, ，or 。 at 8, 16, 24, 。 at 32."""
     for place, char in enumerate(text, 1):
         wanted = "。" if place == 32 else "，。" if place % 8 == 0 else None
         if not (char in wanted if wanted else char.isalpha()):
@@ -595,12 +601,14 @@ def exercise_form(model, vocab):
         if marks is not None and (not isinstance(marks, str) or not marks or not set(marks) <= {"，", "。"}):
             return f"for place {place} it returns {marks!r}, not None or a string of ， and 。"
     template = [Place.ANY if marks is None else marks for marks in answers]
-    rule = constraint([template], vocab)
+    rule = template_constraint([template], vocab)
     for name, options in (("不加约束", {}), ("加约束", {"rule": rule, "length": 32})):
         poems = write(model, vocab, n=EX2_POEMS, temperature=1.0, generator=seeded(), **options)
         wrong = [problem for problem in (misplaced(text) for text, _ in poems) if problem]
         print(f"  {name}：{EX2_POEMS} 首里 {1 - len(wrong) / len(poems):.0%} 合格")
         show(poems[:3])
+    if not wrong and "，" in (answers[31] or ""):
+        return f"for place 32 it returns {answers[31]!r}: a poem must end with 。"
     return wrong[0] if wrong else None
 
 
@@ -693,6 +701,7 @@ def make_parser():
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        usage="python generate.py [options]   (--help shows them)",
     )
     add = parser.add_argument_group("the lesson").add_argument
     add("--demo", nargs="+", type=int, choices=range(1, 7), metavar="N", help="only these demos, 1 to 6")
@@ -733,7 +742,9 @@ def parse_args(argv=None):
     args.command = next((name for name in ("demo", "exercise", "next") if name in given), "poem" if given else "demo")
     flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
     for name in sorted(given - FLAGS[args.command]):
-        parser.error(f"{flags[name]} does not go with --{args.command}")
+        takers = ["poems" if command == "poem" else f"--{command}" for command in FLAGS if name in FLAGS[command]]
+        way = f"does not go with --{args.command}" if name in FLAGS else f"goes with {' or '.join(takers)}"
+        parser.error(f"{flags[name]} {way}")
     for name, without, with_one in PAIRS:
         for other in sorted(without & given) if name in given else ():
             parser.error(f"{flags[name]} does not go with {flags[other]}")
@@ -759,8 +770,10 @@ def load_model(args):
     paths = [args.checkpoint] if args.checkpoint else [CHECKPOINTS / "gpt.pt", CHECKPOINTS / "pretrained.pt"]
     path = next((path for path in paths if path.is_file()), None)
     if not path:
-        way = "make one with python train.py" if len(paths) > 1 else "--checkpoint takes what train.py has written"
+        own = "--checkpoint takes what train.py has written"
+        way = own if args.checkpoint else f"git checkout {paths[-1]} brings it back, python train.py makes one"
         raise UserError(f"there is no file {' and no '.join(map(str, paths))}: {way}", 2)
+    args.checkpoint = path
     model, vocab, info = load_checkpoint(path, pick_device(args.device))
     if "\n" not in vocab.ids:
         raise UserError(f"{path} was not trained on poems: its vocabulary lacks the line break")
@@ -791,7 +804,7 @@ def main():
         else:
             write_poems(model, vocab, args)
     except DecodingError as error:
-        raise UserError(f"{name}: {error}") from None
+        raise UserError(f"{args.checkpoint}: {error}") from None
     except ValueError as error:  # a character that the model lacks, in a form's marks or a corpus
         raise UserError(str(error), 2) from None
     return 0

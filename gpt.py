@@ -514,9 +514,9 @@ def run(main):
         what = str(error)
         if isinstance(error, OSError) and error.strerror:
             what = f"{error.filename or 'the output'}: {error.strerror}"
-        elif isinstance(error, MemoryError) or "memory" in what:  # torch raises a RuntimeError
+        if isinstance(error, (MemoryError, RuntimeError)) and not isinstance(error, DecodingError):
+            if isinstance(error, RuntimeError) and "memory" not in what:
+                raise  # a fault of the program, not of the user: show where
             what = "out of memory; choose smaller sizes, or less at once"
-        elif isinstance(error, RuntimeError) and not isinstance(error, DecodingError):
-            raise  # a fault of the program, not of the user: show where
         print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
         return getattr(error, "status", 1)

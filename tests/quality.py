@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file 
 from data.poems import CORPUS, FORMS, read_poems, split
 from data.prosody import line_ends, lines_of, read_prosody, rhymes_kept, tones_kept
 from data.verse import choose_templates
-from generate import constraint, write
+from generate import template_constraint, write
 from gpt import UserError, load_checkpoint, run
 from train import validation_batches, validation_loss
 
@@ -37,7 +37,7 @@ def write_poems(model, vocab, n, form=None, temperature=0.8, prosody=None):
     options = {}
     if form:
         templates, _ = choose_templates(form, {}, prosody)
-        options = {"rule": constraint(templates, vocab, prosody), "length": len(templates[0])}
+        options = {"rule": template_constraint(templates, vocab, prosody), "length": len(templates[0])}
         options["first_line"] = FORMS[form][0]
     generator, poems = torch.Generator().manual_seed(SEED), []
     while len(poems) < n:

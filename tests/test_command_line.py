@@ -309,13 +309,21 @@ def test_which_checkpoint(tmp_path, checkpoints, monkeypatch, capsys):
     monkeypatch.setattr(generate, "CHECKPOINTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", "--next", "春"])
     assert gpt.run(generate.main) == 2
-    assert f"no file {own} and no {shipped}: make one with python train.py" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"no file {own} and no {shipped}: git checkout {shipped} brings it back, python train.py makes one" in said
     for path in (shipped, own):
         shutil.copy(checkpoints / "poet.pt", path)
         assert gpt.run(generate.main) == 0
         assert capsys.readouterr().err == f"model: {path.name}, validation loss 4.100\n".replace(
             path.name, str(path.relative_to(tmp_path.parent))
         )
+
+
+def test_a_flag_of_another_command_is_shown_its_own(program):
+    """A lone --top was told that it does not go with a flag that is none."""
+    assert error(program("--top", 5)[2]) == "generate.py: error: --top goes with --next"
+    assert error(program("--demo", 1, "--seed", 3)[2]) == "generate.py: error: --seed goes with poems"
+    assert error(program("--demo", 1, "--top-k", 3)[2]) == "generate.py: error: --top-k goes with --next or poems"
 
 
 def test_notices_about_what_was_asked(program):
@@ -344,8 +352,12 @@ def test_notices_about_what_was_asked(program):
         ("TIMED_CHARS", ()),
         ("NEXT_PROMPTS", ("",)),
         ("ACROSTICS", (("春", 10**6),)),
-        ("THREADS", 10**9),
+        ("THREADS", 10**5),
+        ("CANDIDATES", 10**5),
+        ("ACROSTICS", (("春", 10**5),)),
         ("TEMPERATURES", (1e9,)),
+        ("EX1_TOP_P", 0.0),
+        ("EX1_TOP_P", 1.5),
     ],
 )
 def test_an_edited_constant_is_named(name, value, checkpoints, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import generate
 import gpt
 from data.poems import FORMS
 from data.verse import Place, poem_template
-from generate import acrostic, constraint, first_difference, write
+from generate import acrostic, first_difference, template_constraint, write
 from gpt import GPT, GPTConfig, UserError, Vocabulary
 
 VOCAB = Vocabulary("\n，。白日依山尽黄河入海床前明月光疑是地上春风大漠孤烟直人工智能好眠不觉学无止境乾干云水花雪")
@@ -44,7 +44,7 @@ def shape(n_char, n_lines):
 def write_form(model, form, prompt="", n=1, **knobs):
     """The texts of n poems of a form's shape, (characters a line, lines)."""
     template = poem_template(*form)
-    poems = write(model, VOCAB, prompt, n, rule=constraint([template], VOCAB), length=len(template), **knobs)
+    poems = write(model, VOCAB, prompt, n, rule=template_constraint([template], VOCAB), length=len(template), **knobs)
     assert all(ended for _, ended in poems)
     return [text for text, _ in poems]
 
@@ -56,9 +56,10 @@ def write_form(model, form, prompt="", n=1, **knobs):
 def test_poem_template():
     """A form of the wrong lines, marks or places of the heads."""
     any_ = Place.ANY
-    assert poem_template(2, 3) == [any_, any_, "，", any_, any_, "。", any_, any_, "，"]
+    assert poem_template(2, 3) == [any_, any_, "，", any_, any_, "。", any_, any_, "。"]
     assert poem_template(2, 2, "春风") == ["春", any_, "，", "风", any_, "。"]
     assert poem_template(1, 2, "春风") == ["春", "，", "风", "。"]
+    assert poem_template(1, 1, "春") == ["春", "。"]  # a poem does not end in a comma
     assert FORMS == {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}
     assert {name: len(poem_template(*FORMS[name])) for name in FORMS} == {
         "五绝": 24,
@@ -70,7 +71,7 @@ def test_poem_template():
 
 def test_a_constraint_allows_what_the_template_says():
     """A place that lets a mark or the line break through, or that counts from the wrong start."""
-    rule = constraint([[Place.ANY, "，。", "春"]], VOCAB)
+    rule = template_constraint([[Place.ANY, "，。", "春"]], VOCAB)
     allowed = [{VOCAB.chars[i] for i in rule(torch.zeros(2, n)).nonzero()[:, 0]} for n in (1, 2, 3)]
     assert allowed == [set(LETTERS), {"，", "。"}, {"春"}]
 
@@ -125,7 +126,7 @@ def test_acrostics(poet, stub, n_char):
         assert "".join(line + mark for line, mark in lines) == poem
         assert "".join(line[:1] for line, _ in lines) == heads
         assert [len(line) for line, _ in lines] == [n_char] * len(heads)
-        assert "".join(mark for _, mark in lines) == ("，。" * 5)[: len(heads)]
+        assert "".join(mark for _, mark in lines) == ("，。" * 5)[: len(heads) - 1] + "。"
 
 
 def test_acrostic_as_in_the_lesson(poet):
@@ -186,7 +187,7 @@ def test_the_rule_of_exercise_2(poem, problem):
 @pytest.mark.parametrize("template", [None, poem_template(5, 4), poem_template(7, 3, "春眠不")])
 def test_cache_does_not_change_a_poem(poet, template):
     """The same seed wrote another poem without the cache, past the window of 16 too."""
-    options = {"rule": constraint([template], VOCAB), "length": len(template)} if template else {}
+    options = {"rule": template_constraint([template], VOCAB), "length": len(template)} if template else {}
     for seed in range(4):
         both = [
             write(poet, VOCAB, n=3, temperature=1.0, use_cache=use_cache, generator=seeded(seed), **options)
@@ -221,6 +222,13 @@ def test_demo_1(poet, capsys, monkeypatch, tmp_path):
     generate.demo_next(poet, VOCAB)
     *same, last = printed(capsys)
     assert same == without_corpus
+    monkeypatch.setattr(generate, "NEXT_PROMPTS", ("hello", "春风"))
+    generate.demo_next(poet, VOCAB)
+    assert printed(capsys) == [heading, lines[2], last]
+    for prompt, shown in (("hello", 1), ("风春", 2)):  # nothing to count
+        monkeypatch.setattr(generate, "NEXT_PROMPTS", (prompt,))
+        generate.demo_next(poet, VOCAB)
+        assert len(printed(capsys)) == shown
     expected = f"{100 * probs[STOP]:.1f}%"
     assert last == f"  语料里「春风」出现 4 次，其中 2 次后面紧跟「。」：50.0%；模型给的概率：{expected}"
 
@@ -612,9 +620,11 @@ def test_exercise_1_names_an_answer_of_another_kind(answer, named):
 
 def test_a_solution_that_fails(poet, capsys, monkeypatch):
     """An error in a learner's function was a traceback through ours."""
-    monkeypatch.setattr(generate, "my_top_p", lambda probs, p: probs.no_such_thing)
-    assert generate.check_exercises([1], poet, VOCAB) == 1
-    assert re.search(r"exercise 1: wrong: .* fails in line \d+: AttributeError", printed(capsys)[-1])
+    failing = {"AttributeError": lambda probs, p: probs.no_such_thing, "SystemExit": lambda probs, p: exit(3)}
+    for named, fails in failing.items():
+        monkeypatch.setattr(generate, "my_top_p", fails)
+        assert generate.check_exercises([1], poet, VOCAB) == 1
+        assert re.search(rf"exercise 1: wrong: .* fails in line \d+: {named}", printed(capsys)[-1])
 
 
 def test_exercise_1_counts_what_each_step_kept(poet, monkeypatch):
@@ -665,6 +675,14 @@ def test_exercise_2_tells_right_from_wrong(poet, capsys, monkeypatch, marks, rig
     assert generate.check_exercises([2], poet, VOCAB) == (not right)
     verdict = printed(capsys)[-1]
     assert verdict == "  exercise 2: right" if right else re.search("wrong: .*place", verdict)
+
+
+def test_exercise_2_looks_at_the_answers_too(stub, capsys, monkeypatch):
+    """， allowed at the end passed for right, because the model does not write it there."""
+    monkeypatch.setattr(generate, "my_marks", lambda place: "，。" if place % 8 == 0 else None)
+    monkeypatch.setattr(generate, "EX2_POEMS", 2)
+    assert generate.check_exercises([2], stub(logits(comma=-1e9), block_size=64), VOCAB) == 1
+    assert printed(capsys)[-1].startswith("  exercise 2: wrong: for place 32 it returns '，。'")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from data.prosody import (
 )
 from data.prosody import main as prosody_main
 from data.verse import Place, TemplateConstraint, choose_templates, poem_template, regulated_templates
-from generate import constraint, write
+from generate import template_constraint, write
 from gpt import Vocabulary, load_checkpoint
 
 LEVEL, OBLIQUE = "平东中风天年人山春云花江", "仄日月有水不里处是得去下"
@@ -285,7 +285,7 @@ def write_form(poet, form, n, seed=1, prompt="", **knobs):
     model, vocab = poet
     prosody = read_prosody()
     templates, lost = choose_templates(form, dict(enumerate(prompt)), prosody)
-    options = {"rule": constraint(templates, vocab, prosody), "length": len(templates[0])}
+    options = {"rule": template_constraint(templates, vocab, prosody), "length": len(templates[0])}
     options |= {"first_line": FORMS[form][0], "generator": seeded(seed), "temperature": 0.8} | knobs
     return [text for text, _ in write(model, vocab, prompt, n, **options)]
 
@@ -344,7 +344,7 @@ def test_first_lines_are_those_of_the_form(poet, monkeypatch):
 def test_the_vocabulary_must_have_the_marks():
     """A form for a model without ， or 。 ended deep inside; the error names them."""
     with pytest.raises(ValueError, match="， U\\+FF0C"):
-        constraint([poem_template(5, 4)], Vocabulary("\n春风"))
+        template_constraint([poem_template(5, 4)], Vocabulary("\n春风"))
 
 
 def test_a_corpus_without_verse_leaves_the_file(monkeypatch, tmp_path, capsys):
