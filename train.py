@@ -225,10 +225,11 @@ class Run:
         lr, rate = self.optimizers[0].param_groups[0]["lr"], self.characters_per_second()
         elapsed = tqdm.format_interval(self.seconds)
         self.log.append([self.step, round(self.seconds, 1), round(trained, 4), round(loss, 4), lr, round(rate)])
-        self.losses = []
-        losses = f"training loss {trained:.3f}  validation loss {loss:.4f}{'' if better else ' (not the best)'}"
+        losses = f"training loss {trained:.3f}  " if self.losses else ""  # none before the first step
+        losses += f"validation loss {loss:.4f}{'' if better else ' (not the best)'}"
         say(f"step {self.step:,}/{self.p.steps:,}  {losses}  {rate:,.0f} characters/s  {elapsed}")
         say(f"    {sample_poem(self.model, self.vocab)}")
+        self.losses = []
         try:
             if better or not self.out.exists():
                 info = {"step": self.step, "val_loss": loss, "train_loss": trained, "seconds": self.seconds}
@@ -414,9 +415,9 @@ def catch_signals():
     return lambda: bool(caught)
 
 
-def resume_command(argv, windows=os.name == "nt"):
-    words = ["python", *(word for word in argv if word != "--resume"), "--resume"]
-    return subprocess.list2cmdline(words) if windows else shlex.join(words)
+def shell_line(words, windows=os.name == "nt"):
+    """The line that calls Python with these words, quoted for the system's shell."""
+    return (subprocess.list2cmdline if windows else shlex.join)(["python", *words])
 
 
 def main():
@@ -439,10 +440,11 @@ def main():
     if training.train(stopping=catch_signals()):
         if signature(args.out) is None or signature(args.out) != training.files[args.out]:
             raise UserError(f"{args.out} was deleted or changed by another program meanwhile")
-        say(f"{args.out} holds the best model")
+        script = Path(sys.argv[0]).with_name("generate.py")
+        say(f"{args.out} holds the best model; see it: {shell_line([str(script), '--checkpoint', str(args.out)])}")
         return 0
-    way = f"saved; to go on: {resume_command(sys.argv)}"
-    say(way if training.step else "ended before step 1: nothing to save", "stderr")
+    again = [*(word for word in sys.argv if word != "--resume"), "--resume"]
+    say(f"saved; to go on: {shell_line(again)}" if training.step else "ended before step 1: nothing to save", "stderr")
     return 130
 
 

@@ -159,8 +159,8 @@ def test_learning_rate_reaches_the_optimizers(out, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_exactly_so_many_steps(steps, out, monkeypatch):
-    """N steps train N - 1 or N + 1, or the last state is not evaluated and saved."""
+def test_exactly_so_many_steps(steps, out, monkeypatch, capsys):
+    """N steps train N - 1 or N + 1, the last state is not evaluated and saved, or no step has a training loss."""
     taken = []
     batch = train.training_batch
     monkeypatch.setattr(train, "training_batch", lambda *args: taken.append(1) or batch(*args))
@@ -171,6 +171,7 @@ def test_exactly_so_many_steps(steps, out, monkeypatch):
     assert saved["state"]["step"] == steps
     assert all(its["step"] == steps for its in saved["optimizers"][1]["state"].values())
     assert [row[0] for row in log_rows(out)[1:]] == [str(steps)]
+    assert (steps > 0) == ("training loss" in capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -1211,10 +1212,19 @@ def test_interrupt_before_the_training(corpus, out, monkeypatch, capsys):
 
 
 def test_the_command_to_go_on_is_quoted_for_the_shell():
-    """The printed command was quoted for a POSIX shell on Windows too, or had --resume twice."""
-    words = ["train.py", "--resume", "--out", "my model.pt"]
-    assert train.resume_command(words, windows=False) == "python train.py --out 'my model.pt' --resume"
-    assert train.resume_command(words, windows=True) == 'python train.py --out "my model.pt" --resume'
+    """The printed command was quoted for a POSIX shell on Windows too."""
+    words = ["train.py", "--out", "my model.pt"]
+    assert train.shell_line(words, windows=False) == "python train.py --out 'my model.pt'"
+    assert train.shell_line(words, windows=True) == 'python train.py --out "my model.pt"'
+
+
+def test_the_command_to_go_on_has_resume_once(out, corpus, monkeypatch, capsys):
+    """A resumed run that was interrupted again printed a command with --resume twice."""
+    train_run(parameters("--steps", 4), POEMS, out, stopping=stop_after(2))
+    monkeypatch.setattr(train.Run, "train", lambda self, stopping: False)
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
+    assert command(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err.split().count("--resume") == 1
 
 
 def test_help_without_docstrings(monkeypatch, capsys):
