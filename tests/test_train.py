@@ -606,6 +606,7 @@ def test_bad_values(capsys):
         ["--out", "m.txt"],
         ["--out", "poems.pt", "--corpus", "poems.pt"],
         ["--out", "x" * 252 + ".pt"],
+        ["--out", "x" * 243 + ".pt"],  # short enough, but not with what is put to it
         ["--out", "poems.txt/m.pt"],
         ["--n-kv-head", 3],
         ["--out", ""],
