@@ -611,12 +611,14 @@ def test_bad_values(capsys):
         ["--n-kv-head", 3],
         ["--out", ""],
         ["--out", "folder.pt"],
+        ["--out", "taken.pt"],
     ],
 )
 def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
     """Arguments that fit no model, device, corpus or folder end in a traceback, or after the training."""
     monkeypatch.chdir(corpus.parent)
     (corpus.parent / "folder.pt").mkdir()
+    (corpus.parent / "taken.log.csv").mkdir()
     (corpus.parent / "poems.pt").write_bytes(corpus.read_bytes())
     before = sorted(path for path in corpus.parent.rglob("*") if path.is_file())
     given = ["--steps", 1, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu", *arguments]
