@@ -605,6 +605,7 @@ def test_bad_values(capsys):
         ["--out", "m.resume.pt"],
         ["--out", "m.txt"],
         ["--out", "poems.pt", "--corpus", "poems.pt"],
+        ["--out", "poems.pt", "--corpus", "folder.pt/../poems.pt"],
         ["--out", "x" * 252 + ".pt"],
         ["--out", "x" * 243 + ".pt"],  # short enough, but not with what is put to it
         ["--out", "poems.txt/m.pt"],
