@@ -613,6 +613,8 @@ def test_bad_values(capsys):
         ["--out", ""],
         ["--out", "folder.pt"],
         ["--out", "taken.pt"],
+        ["--out", "poems.pt", "--corpus", "poems.log.csv"],
+        ["--out", "poems.pt", "--corpus", "poems.resume.pt"],
     ],
 )
 def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
@@ -620,7 +622,8 @@ def test_bad_arguments(arguments, out, corpus, monkeypatch, capsys):
     monkeypatch.chdir(corpus.parent)
     (corpus.parent / "folder.pt").mkdir()
     (corpus.parent / "taken.log.csv").mkdir()
-    (corpus.parent / "poems.pt").write_bytes(corpus.read_bytes())
+    for name in ("poems.pt", "poems.log.csv", "poems.resume.pt"):
+        (corpus.parent / name).write_bytes(corpus.read_bytes())
     before = sorted(path for path in corpus.parent.rglob("*") if path.is_file())
     given = ["--steps", 1, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu", *arguments]
     assert command(monkeypatch, *given) == 2
