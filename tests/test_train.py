@@ -1157,9 +1157,13 @@ def test_what_is_odd_about_a_corpus_is_said(corpus, capsys):
     corpus.write_bytes(("\n".join(POEMS[:3] + POEMS[:2]) + " \n").encode())
     assert train.load_corpus(corpus) == POEMS[:3]
     assert "2 poems that were there already" in capsys.readouterr().err
-    corpus.write_bytes(b"to be or not to be\n")
+    for text in ("to be or not to be", "春风，云水，", "春风。云水。"):
+        corpus.write_bytes(text.encode())
+        train.load_corpus(corpus)
+        assert "no forms and no acrostics" in capsys.readouterr().err
+    corpus.write_bytes("春风，\n云水。".encode())
     train.load_corpus(corpus)
-    assert "no forms and no acrostics" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
 def test_a_log_that_nobody_reads(out, monkeypatch):
