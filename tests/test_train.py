@@ -1192,6 +1192,17 @@ def test_every_stream_that_fails_fails_alone(monkeypatch, capsys):
     assert capsys.readouterr().err == "saved\n"
 
 
+def test_a_log_that_was_closed(monkeypatch, capsys):
+    """A stream that an editor or a notebook had closed, which is no OSError but a ValueError, ended the training."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    for _ in range(2):
+        train.say("a poem")
+    train.say("saved", "stderr")
+    assert capsys.readouterr().err == "saved\n"
+
+
 @posix
 def test_signals(monkeypatch, capfd):
     """nohup was in vain; a first Ctrl-C ended the run at once, or a second one did not."""
