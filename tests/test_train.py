@@ -1056,6 +1056,22 @@ def test_the_claim_is_made_after_a_look(out, corpus, monkeypatch, capsys):
     assert "holds the best model" not in ends.out
 
 
+def test_a_model_of_another_program_is_not_claimed(out, corpus, monkeypatch, capsys):
+    """A run said that its file holds the best model when another program had replaced it."""
+    finish = train.Run.train
+
+    def train_and_replace(self, stopping):
+        finish(self, stopping)
+        gpt.write_file(out, out.read_bytes()[::-1])
+        return True
+
+    monkeypatch.setattr(train.Run, "train", train_and_replace)
+    assert command(monkeypatch, *TINY, "--steps", 2, "--corpus", corpus, "--out", out, "--device", "cpu") == 1
+    ends = capsys.readouterr()
+    assert "was deleted or changed" in ends.err
+    assert "holds the best model" not in ends.out
+
+
 def test_a_model_that_was_deleted_is_written_again(out):
     """A run whose model was deleted ended with the claim that it was there."""
     run = train.Run(parameters("--steps", 8, "--eval-interval", 2), POEMS, out)
