@@ -1043,6 +1043,47 @@ def test_a_second_run_leaves_the_first_alone(out, corpus, monkeypatch):
     assert contents(out.parent) == {".gpt.pt.tmp": b"half a model"}
 
 
+def test_files_of_one_size_are_told_apart(tmp_path):
+    """The model of another run has the same size: it was taken for this run's own, and written over."""
+    path, other = tmp_path / "gpt.pt", tmp_path / "other.pt"
+    assert train.signature(path) is None
+    path.write_bytes(b"this run's")
+    other.write_bytes(b"another's.")
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    before = train.signature(path)
+    assert train.signature(path) == before
+    os.replace(other, path)
+    replaced = train.signature(path)
+    assert replaced != before
+    path.write_bytes(b"another's!")
+    os.utime(path, ns=(0, 0))
+    assert train.signature(path) != replaced
+
+
+def test_two_runs_of_which_one_was_there_first(out):
+    """A run wrote over what another one had written since it began, because there had been a file before."""
+    p = parameters("--steps", 6, "--eval-interval", 2)
+    first = train.Run(p, POEMS, out)
+    first.train(stop_after(3))
+    second = train.Run(p, POEMS, out)
+    assert first.train()
+    before = contents(out.parent)
+    with pytest.raises(UserError, match="another run has written .*gpt.pt; this one ends at step 2"):
+        second.train()
+    assert contents(out.parent) == before
+
+
+def test_two_runs_that_are_interrupted(out):
+    """A run that was interrupted before its first evaluation wrote over the other run's .resume.pt."""
+    p = parameters("--steps", 6, "--eval-interval", 0)
+    first, second = train.Run(p, POEMS, out), train.Run(p, POEMS, out)
+    first.train(stop_after(2))
+    before = contents(out.parent)
+    with pytest.raises(UserError, match="another run has written .*gpt.resume.pt; this one ends at step 1"):
+        second.train(stop_after(1))
+    assert contents(out.parent) == before
+
+
 def test_the_claim_is_made_after_a_look(out, corpus, monkeypatch, capsys):
     """A run said that its file holds the best model when somebody had deleted it."""
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
