@@ -1149,6 +1149,23 @@ def test_a_save_that_fails_does_not_end_the_run(out, monkeypatch, capsys):
         train_run(parameters("--steps", 2), POEMS, out)
 
 
+def test_what_could_not_be_saved_is_not_the_best(out, monkeypatch):
+    """A model that could not be saved counted as the best, so that the next one, better than the file's, was not."""
+    losses, written = iter([3.0, 1.0, 2.0]), []
+    monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
+    save = gpt.save_checkpoint
+
+    def sometimes(path, *args):
+        written.append(path)
+        if len(written) == 2:
+            raise OSError("cannot write it")
+        save(path, *args)
+
+    monkeypatch.setattr(gpt, "save_checkpoint", sometimes)
+    assert train_run(parameters("--steps", 6, "--eval-interval", 2), POEMS, out)
+    assert load_checkpoint(out)[2]["val_loss"] == 2.0
+
+
 def test_nothing_blocks_where_nothing_is_lost(out, corpus, monkeypatch, capsys):
     """Ctrl-C before the first step left a run that blocked the next one; so did a run that had diverged."""
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
