@@ -1097,6 +1097,15 @@ def test_the_claim_is_made_after_a_look(out, corpus, monkeypatch, capsys):
     assert "holds the best model" not in ends.out
 
 
+def test_a_model_that_will_be_replaced_is_named(out, corpus, monkeypatch, capsys):
+    """A new run replaced the model of an older one without a word before it."""
+    arguments = [*TINY, "--steps", 1, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    notice = f"{out} will be replaced at the first evaluation"
+    for there in (False, True):
+        assert command(monkeypatch, *arguments) == 0
+        assert (notice in capsys.readouterr().err) == there
+
+
 def test_a_model_of_another_program_is_not_claimed(out, corpus, monkeypatch, capsys):
     """A run said that its file holds the best model when another program had replaced it."""
     finish = train.Run.train
