@@ -391,6 +391,13 @@ def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys
         assert command(monkeypatch, *arguments) == 0
 
 
+@pytest.mark.parametrize("state", [{}, {"state": {}}, {"state": None}, {"state": {"step": 1}, "parameters": [1]}])
+def test_a_file_that_holds_no_run_is_in_nobodys_way(state, out):
+    """A file of that name without the parts of a run ended the next one in a traceback."""
+    gpt.save_state(out, state)
+    train.check_not_interrupted(out)
+
+
 def test_fewer_steps_than_done(out):
     """A run resumed with fewer steps than it has done ends as if all were well."""
     train_run(parameters("--steps", 4), POEMS, out)
