@@ -38,6 +38,7 @@ def checkpoints(tiny, tmp_path_factory):
     (folder / "damaged.pt").write_bytes(good.read_bytes()[:3000])
     (folder / "page.pt").write_bytes(b"<!DOCTYPE html>\n" * 50)
     save_state(folder / "latin.pt", state | {"chars": "\n,." + VOCAB.chars[3:]})
+    save_state(folder / "spaced.pt", state | {"chars": VOCAB.chars[:-1] + " "})
     state["weights"]["wte.weight"][5, 3] = float("nan")
     save_state(folder / "nan.pt", state)
     return folder
@@ -236,6 +237,24 @@ def test_seed_is_printed_and_works_again(program):
         assert "seed" not in err
     assert seeds[0] != seeds[1]
     assert poems[0] != poems[1]
+
+
+def test_next_after_a_space_that_the_model_knows(program, checkpoints):
+    """A model that knows the space was asked for what comes after the text without its spaces."""
+    made = {}
+    for text in ("春风", "春 风", "春风 ", " 春风"):
+        status, made[text], err = program("--checkpoint", checkpoints / "spaced.pt", "--next", text)
+        assert (status, err.count("\n")) == (0, 1)  # the model's name, and no notice of a change
+    assert len(set(made.values())) == 4
+
+
+def test_next_after_a_line_break(program):
+    """A line break in --next was taken away, so that what comes at a poem's beginning could not be asked."""
+    made = {}
+    for text in ("春风", "\n春风", "春风\n"):
+        status, made[text], err = program("--next", text)
+        assert (status, err.count("\n")) == (0, 1)
+    assert len(set(made.values())) == 3
 
 
 def test_a_prompt_with_a_line_break_is_one_poem(program):
