@@ -95,6 +95,14 @@ def test_help_lists_everything(program):
     assert all(" ".join(["python generate.py", *example]) in out for example in EXAMPLES)
 
 
+def test_help_without_docstrings(monkeypatch, capsys):
+    """Under python -OO, generate.py --help died of a missing docstring."""
+    monkeypatch.setattr(generate, "__doc__", None)
+    with pytest.raises(SystemExit) as end:
+        generate.parse_args(["--help"])
+    assert (end.value.code, "--acrostic" in capsys.readouterr().out) == (0, True)
+
+
 WRONG = [
     *(["--temperature", value] for value in ("-1", "-1e-9", "nan", "inf", "-inf", "1e7", "x", "")),
     *(["--top-k", value] for value in ("0", "-1", "1.5", "1e3", "nan")),
