@@ -401,7 +401,7 @@ def test_a_file_that_holds_no_run_is_in_nobodys_way(state, out):
 def test_fewer_steps_than_done(out):
     """A run resumed with fewer steps than it has done ends as if all were well."""
     train_run(parameters("--steps", 4), POEMS, out)
-    with pytest.raises(UserError, match="--steps is 2, but .* has done 4"):
+    with pytest.raises(UserError, match="--steps is 2, but .* has done 4; give it more"):
         train_run(parameters("--steps", 2), POEMS, out, resume=True)
     assert train_run(parameters("--steps", 4), POEMS, out, resume=True)
 
@@ -484,6 +484,7 @@ def test_resume_with_a_wrong_file(out, corpus, monkeypatch, capsys):
     resume_path = out.with_suffix(".resume.pt")
     arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu", "--resume"]
     assert command(monkeypatch, *arguments) == 2
+    assert f"{resume_path} is not there: no run was interrupted; start one without --resume" in capsys.readouterr().err
     train_run(parameters("--steps", 4), POEMS, out)
     whole = resume_path.read_bytes()
     place = whole.index(load_state(resume_path)["model"]["wte.weight"].numpy().tobytes())
