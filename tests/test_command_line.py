@@ -238,7 +238,7 @@ def test_seed_is_printed_and_works_again(program):
     seeds, poems = [], []
     for _ in range(2):
         status, out, err = program("-n", 2, "--temperature", 1)
-        seeds.append(re.search(r"^seed (\d+): --seed \1 ", err, re.MULTILINE)[1])
+        seeds.append(re.search(r"^seed (\d+): --seed \1 with the same -n ", err, re.MULTILINE)[1])
         poems.append(out)
         status, again, err = program("-n", 2, "--temperature", 1, "--seed", seeds[-1])
         assert (status, again) == (0, out)
