@@ -1220,6 +1220,17 @@ def test_more_steps_than_before(out, capsys):
     assert "the learning rate goes from 1% to 65% of its peak" in capsys.readouterr().out
 
 
+def test_a_run_resumed_as_it_was_says_no_more(out, capsys):
+    """Other threads or more steps were spoken of when they were the same."""
+    p = parameters("--steps", 4, "--eval-interval", 0)
+    train_run(p, POEMS, out, stopping=stop_after(2))
+    capsys.readouterr()
+    assert train_run(p, POEMS, out, resume=True, stopping=stop_after(9))
+    assert [line for line in capsys.readouterr().out.splitlines() if "--" in line or "resuming" in line] == [
+        "resuming after step 2 of 4"
+    ]
+
+
 def test_a_finished_run_resumed(out):
     """A finished run that was resumed logged an evaluation with a training loss of 0."""
     p = parameters("--steps", 4)
