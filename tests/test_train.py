@@ -1296,6 +1296,17 @@ def test_every_stream_that_fails_fails_alone(monkeypatch, capsys):
     assert capsys.readouterr().err == "saved\n"
 
 
+@pytest.mark.parametrize("call", ["update", "set_postfix_str"])
+def test_a_terminal_that_is_gone(call, out, monkeypatch):
+    """The bar of a terminal that had been closed ended the training."""
+
+    def fail(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(train.tqdm, call, fail)
+    assert train_run(parameters("--steps", 2), POEMS, out)
+
+
 def test_a_log_that_was_closed(monkeypatch, capsys):
     """A stream that an editor or a notebook had closed, which is no OSError but a ValueError, ended the training."""
     closed = io.StringIO()
