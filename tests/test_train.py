@@ -1194,6 +1194,15 @@ def test_nothing_blocks_where_nothing_is_lost(out, corpus, monkeypatch, capsys):
     assert "interrupted" not in capsys.readouterr().err
 
 
+def test_interrupt_before_step_1(out, corpus, monkeypatch, capsys):
+    """Ctrl-C before the first step was told "saved", with a command to go on that was then refused."""
+    monkeypatch.setattr(train, "catch_signals", lambda: lambda: True)
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    assert command(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err == "ended before step 1: nothing to save\n"
+    assert contents(out.parent) == {}
+
+
 def test_another_number_of_threads(out, capsys):
     """A run resumed with other threads was promised to be the same bit for bit."""
     p = parameters("--steps", 4)
