@@ -1168,6 +1168,19 @@ def test_a_save_that_fails_does_not_end_the_run(out, monkeypatch, capsys):
         train_run(parameters("--steps", 2), POEMS, out)
 
 
+def test_a_stopped_run_that_cannot_be_saved_says_so(out, corpus, monkeypatch, capsys):
+    """After Ctrl-C a save that had failed was passed over, and the run said that it was saved."""
+
+    def fail(*args):
+        raise OSError("cannot write it")
+
+    monkeypatch.setattr(train, "catch_signals", lambda: stop_after(2))
+    monkeypatch.setattr(gpt, "save_state", fail)
+    arguments = [*TINY, "--steps", 4, "--corpus", corpus, "--out", out, "--device", "cpu"]
+    assert command(monkeypatch, *arguments) == 1
+    assert capsys.readouterr().err == "train.py: cannot write it\n"
+
+
 def test_what_could_not_be_saved_is_not_the_best(out, monkeypatch):
     """A model that could not be saved counted as the best, so that the next one, better than the file's, was not."""
     losses, written = iter([3.0, 1.0, 2.0]), []
