@@ -16,11 +16,15 @@ FORMS = {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}
 MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
 
 
+# Fillers and joiners, which show nothing though Unicode counts them among letters, marks and signs.
+FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
+
+
 def is_invisible(char):
-    """Whether char shows nothing and is no white space: control and format characters, variation selectors."""
+    """Whether char shows nothing and is no white space: control and format characters, variation selectors, FILLERS."""
     if unicodedata.category(char) in ("Cc", "Cf"):
         return not char.isspace()
-    return "VARIATION SELECTOR" in unicodedata.name(char, "")
+    return char in FILLERS or "VARIATION SELECTOR" in unicodedata.name(char, "")
 
 
 @functools.cache

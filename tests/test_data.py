@@ -722,6 +722,7 @@ def read(tmp_path, text):
         "春风。\x85",
         "\xa0春风。\xa0",
         "春\x00风\u2060。",
+        "\u3164春风。\u2800",
     ],
 )
 def test_an_invisible_difference_makes_no_other_poem(tmp_path, other):
