@@ -236,9 +236,9 @@ class Run:
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
                 self.write(self.out, gpt.save_checkpoint, self.model, self.vocab, info)
                 self.best = loss
+            self.save()  # before the log, because it finds out whether another run has been here
             lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
             gpt.write_file(self.log_path, "".join(lines).encode("utf-8"))
-            self.save()
         except OSError as error:
             if self.step == self.p.steps:
                 raise
@@ -289,8 +289,10 @@ class Run:
         """Raise UserError for a loss of NaN or infinity."""
         if not math.isfinite(loss):
             way = "lower the learning rates"
+            if self.resume_path.exists():
+                way += f", and delete {self.resume_path} or name another --out"
             if self.best < math.inf:
-                way += f", and delete {self.resume_path} or name another --out; {self.out} is the last good model"
+                way += f"; {self.out} is the last good model"
             raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}")
 
     def characters_per_second(self):
@@ -405,8 +407,8 @@ def catch_signals():
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        with contextlib.suppress(OSError):  # nobody reads it, such as a tee that the same Ctrl-C ended
-            os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, such as a tee that the same Ctrl-C ended
+            os.write(sys.stderr.fileno(), b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP

@@ -702,6 +702,18 @@ def test_huge_learning_rates(out):
         train_run(p, POEMS, out)
 
 
+def test_advice_after_a_nan_before_an_evaluation(out, monkeypatch):
+    """A run that was interrupted, resumed and diverged before its first evaluation did not name the file in the way."""
+    p = parameters("--steps", 8, "--eval-interval", 0)
+    train_run(p, POEMS, out, stopping=stop_after(2))
+    run = train.Run(p, POEMS, out)
+    run.resume()
+    with pytest.raises(
+        UserError, match=r"lower the learning rates, and delete .*gpt\.resume\.pt or name another --out$"
+    ):
+        run.check_finite("training", 3, math.nan)
+
+
 @pytest.mark.slow
 def test_advice_after_a_nan_can_be_followed(out, corpus, monkeypatch, capsys):
     """After "lower the learning rates" the rerun was refused, because of the run that had diverged."""
@@ -1083,6 +1095,22 @@ def test_two_runs_of_which_one_was_there_first(out):
     assert contents(out.parent) == before
 
 
+def test_two_runs_that_go_on_from_one_file(out, monkeypatch):
+    """The second of two runs, no longer the better, wrote its log over that of the first before it was refused."""
+    p = parameters("--steps", 8, "--eval-interval", 2)
+    losses = iter([3.0, 2.0, 1.0, 1.0, 4.0])
+    monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
+    train_run(p, POEMS, out, stopping=stop_after(2))
+    runs = [train.Run(p, POEMS, out) for _ in range(2)]
+    for run in runs:
+        run.resume()
+    assert runs[0].train()
+    before = contents(out.parent)
+    with pytest.raises(UserError, match="another run has written"):
+        runs[1].train()
+    assert contents(out.parent) == before
+
+
 def test_two_runs_that_are_interrupted(out):
     """A run that was interrupted before its first evaluation wrote over the other run's .resume.pt."""
     p = parameters("--steps", 6, "--eval-interval", 0)
@@ -1365,7 +1393,11 @@ def test_signals(monkeypatch, capfd):
 def test_interrupt_before_the_training(corpus, out, monkeypatch, capsys):
     """Ctrl-C while the corpus is read waited for a step, or was a traceback."""
     monkeypatch.setattr(train, "read_poems", lambda path: send(signal.SIGINT))
-    assert command(monkeypatch, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu") == 130
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # not Python's own, as while torch loads
+    try:
+        assert command(monkeypatch, *TINY, "--corpus", corpus, "--out", out, "--device", "cpu") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
     assert not out.parent.exists() or not contents(out.parent)
 
