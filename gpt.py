@@ -77,7 +77,9 @@ class KVCache:
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        return self.k[: len(k), :, :total], self.v[: len(v), :, :total]  # (B, G, total, C/H) each
+        if start == 0:  # nothing stands before them
+            return k, v
+        return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
 
 def causal_mask(T, total, device=None):
@@ -307,7 +309,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
         probs = torch.zeros_like(probs).scatter(-1, ids, values)
         probs /= probs.sum(dim=-1, keepdim=True)
     # A NaN or +infinity among the logits, or -infinity for all of them, makes the whole row NaN.
-    if probs[:, 0].isnan().any():
+    if any(map(math.isnan, probs[:, 0].tolist())):
         if allowed is not None and not allowed.any(dim=-1).all():
             raise DecodingError("the constraint allows no character at all")
         raise DecodingError("non-finite logits (NaN or infinity): the model's weights are damaged")
