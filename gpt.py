@@ -1,13 +1,13 @@
 """A character-level GPT opened up: the model, its KV cache, and how the next character is chosen.
 
-Read it top to bottom beside the lesson "Generating text and the KV cache", as far as "Characters";
-what comes after that is about files. A comment `lesson:` marks where the code of one of the
-lesson's ideas stands. Shapes stand at the end of lines: B rows, T positions, C = n_embd, H heads of
-attention, each of C/H dimensions, G = n_kv_head of keys and values, V = vocab_size.
+Read it beside the lesson "Generating text and the KV cache", from the top to "Characters"; from
+there on it is about characters as ids, files and scripts. A comment `lesson:` marks where one of
+the lesson's ideas stands. Shapes stand at the end of lines: B rows, T positions, C = n_embd, V =
+vocab_size, H = n_head heads of q, G = n_kv_head heads of k and v, C/H numbers in each head.
 
 The network is GPT-2 (Radford et al. 2019) without biases: learned positions, LayerNorm before each
 part, tanh GELU, an output layer tied to the embedding, which gives the logits. The weights have
-GPT-2's names and layout, except that a matrix is (out, in), as in nn.Linear, not (in, out).
+GPT-2's names and layout, except that its matrices are transposed: (out, in), as nn.Linear has them.
 """
 
 import contextlib
@@ -47,16 +47,17 @@ class GPTConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} does not divide by n_head {self.n_head}")
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
+            wrong = f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}"
+            raise ValueError(wrong)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
 
 # lesson: the KV cache
 class KVCache:
-    """The keys and values of one layer in one run, allocated once for `length` positions.
+    """The keys and values of one layer in one text, allocated once for `length` positions.
 
     (torch.cat, as in the lesson, would copy all of them at every step.) The caller owns it and
     counts the positions that it holds, in `start`.
@@ -70,14 +71,14 @@ class KVCache:
     def append(self, k, v, start):
         """Store k and v (B, G, T, C/H) from position start on; return all up to their end.
 
-        Those of a single row are stored for all rows.
+        If k and v have a single row, it is copied to all rows.
         """
         total = start + k.size(2)
         if total > self.k.size(2):
             raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        if start == 0:  # nothing stands before them
+        if start == 0:  # k and v are all there is; a single row stays a single row
             return k, v
         return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
@@ -100,11 +101,11 @@ def attention(x, c_attn, c_proj, config, cache=None, start=0):
     (B, T, C), H, G = x.shape, config.n_head, config.n_kv_head
     qkv = (x @ c_attn).view(B, T, H + 2 * G, C // H).transpose(1, 2)
     q, k, v = qkv.split_with_sizes([H, G, G], dim=1)  # (B, H, T, C/H), twice (B, G, T, C/H)
-    if cache is not None:  # k and v of earlier positions are looked up, not computed again
+    if cache is not None:  # lesson: the KV cache; earlier k and v are looked up
         k, v = cache.append(k, v, start)  # (B, G, total, C/H) each
     # A single query is the newest position and may look at every key: no mask.
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
-    # lesson: grouped-query attention; G < H heads of k and v are shared among those of q
+    # lesson: grouped-query attention; if G < H, each head of k and v serves H/G heads of q
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G < H)  # (B, H, T, C/H)
     return y.transpose(1, 2).reshape(B, T, C) @ c_proj  # (B, T, C)
 
@@ -116,8 +117,8 @@ def mlp(x, c_fc, c_proj):
 class Block(nn.Module):
     """The weights of one layer, by GPT-2's names.
 
-    It has no forward: `GPT.hidden` computes with the weights themselves, because the calls and
-    look-ups of nn.Module would take a fifth of the time of a step.
+    It has no forward: `GPT.hidden` takes the weights and computes. Calling each part as an
+    nn.Module would make up a fifth of the time of a step.
     """
 
     def __init__(self, config):
@@ -142,8 +143,8 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the output layer
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # of characters; the output layer
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)  # of positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=False)
         for name, weight in self.named_parameters():
@@ -158,7 +159,8 @@ class GPT(nn.Module):
     def hidden(self, idx, caches=None, start=0, layers=None):
         """idx (B, T), the characters from position start on -> (B, T, C), for the output layer.
 
-        caches: a KVCache for each layer, filled up to start. layers: `self.layers()`, if at hand.
+        caches: a KVCache for each layer, filled up to start. layers: `self.layers()`, if
+        the caller has fetched them.
         Raises ValueError past block_size.
         """
         config, end = self.config, start + idx.size(1)
@@ -183,8 +185,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, caches=None, start=0):
         """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean loss in nats).
 
-        The loss is the cross-entropy; a target of -100 does not count. It is taken in chunks: all
-        logits of a batch, 100 MB, would make a training step a fifth slower.
+        caches, start: as in `hidden`. The loss is the cross-entropy; a target of -100 does not
+        count. It is taken in chunks: all logits of a batch of train.py, 100 MB, would make a
+        training step a fifth slower.
         """
         x = self.hidden(idx, caches, start)
         if targets is None:
@@ -203,15 +206,15 @@ class GPT(nn.Module):
         temperature, top_k, top_p: as in `probabilities`. generator: as in `sample`.
         stop: an id that ends a row; the row is filled up with it until all rows have ended.
         constraint: a function of the ids so far (B, t) -> which ids may come next, bool (V,) or
-            (B, V). If each row has only one such id, it is appended without running the model.
+            (B, V). If each row has only one such id, it is forced: appended without the model.
         use_cache: False computes every position again at every step: the same ids, only slower.
-        watch: a function that is called with logits (B, V) and allowed, the constraint's answer or
-            None, before every draw.
+        watch: a function to look at a step; called with logits (B, V) and allowed, the constraint's
+            answer or None, before every draw.
 
-        The model sees a window of block_size characters. When it is full, its older half goes,
-        and the rest is fed again from position 0: the cached k and v contain the old positions.
+        The model sees a window of block_size characters. When it is full, its older half is left
+        out, and the rest is computed again from position 0: cached k and v hold old positions.
         Call it in eval mode. Raises ValueError for wrong arguments, DecodingError, which names the
-        step, for non-finite logits or a constraint that allows nothing.
+        step, for logits of NaN or +infinity, or a constraint that allows nothing.
         """
         check_sampling(temperature, top_k, top_p)
         (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
@@ -219,30 +222,31 @@ class GPT(nn.Module):
             raise ValueError("the prompt is empty; a poem starts after a line break")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-        room = min(block_size, T + max_new_tokens - 1)  # the last character is never fed
+        room = min(block_size, T + max_new_tokens - 1)  # the last one written is never fed
         caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
-        left = max(0, T - block_size)  # where the window begins in idx
-        start = 0  # how many characters of the window the caches hold
+        begin = max(0, T - block_size)  # where the window begins in idx
+        start = 0  # how many positions the caches hold, and so the position of the next one
         if use_cache and B > 1 and T > 1 and (idx == idx[0]).all():
-            # A prompt that all rows share is computed once, except for its last character.
-            self.hidden(idx[:1, left:-1], caches, start, layers)
-            start = T - 1 - left
+            # All rows share the prompt, so prefill one for all; each row feeds its last id below.
+            self.hidden(idx[:1, begin:-1], caches, start, layers)
+            start = T - 1 - begin
         knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         noise = exponential_noise(generator, B, self.config.vocab_size, steps=32)
         stopped = torch.zeros(B, dtype=torch.bool, device=idx.device)
         for step in range(max_new_tokens):
-            if idx.size(1) - left > block_size:  # lesson: the window slides, by half its length
-                left, start = left + (block_size + 1) // 2, 0
-            window = idx[:, left:]  # (B, up to block_size)
+            if idx.size(1) - begin > block_size:  # not in the lesson: the window moves on by half
+                begin, start = begin + (block_size + 1) // 2, 0
+            window = idx[:, begin:]  # (B, up to block_size)
+            # lesson: constrained decoding
             allowed = constraint(idx) if constraint else None  # (V,) or (B, V)
             if allowed is not None and (allowed.sum(dim=-1) == 1).all():
-                # Forced, such as the marks of an acrostic. The next draw feeds it to the model.
+                # Forced, as an acrostic's heads and marks are. A later step feeds it to the model.
                 next_id = allowed.int().argmax(dim=-1).expand(B)  # (B,)
             else:
-                if use_cache:  # lesson: prefill all of the prompt, then decode: only what is new
+                if use_cache:  # lesson: the whole prompt (prefill), then only what is new (decode)
                     x = self.hidden(window[:, start:], caches, start, layers)
                     start = window.size(1)
-                else:  # lesson: repeated computation, the whole text again at every step
+                else:  # lesson: repeated computation, the whole window again at every step
                     x = self.hidden(window, layers=layers)
                 logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), of the last position only
                 if watch:
@@ -287,24 +291,25 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     allowed: which ids may come at all, bool (V,) or (B, V).
     temperature: the logits are divided by it; 0 keeps only the likeliest id, as top_k=1 does.
     top_k: keeps the k likeliest ids, exactly k even among ties; k >= V filters nothing.
-    top_p: keeps the fewest ids, likeliest first, whose sum reaches p (Holtzman et al. 2020).
-    Raises ValueError as `check_sampling`, DecodingError for non-finite logits or nothing allowed.
+    top_p: keeps the fewest, likeliest ids that reach probability p together (Holtzman et al. 2020).
+    Raises ValueError as `check_sampling`, DecodingError for logits of NaN or +infinity, and if
+    nothing is allowed.
     """
     check_sampling(temperature, top_k, top_p)
     if allowed is not None:  # lesson: constrained decoding
         logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
         top_k = 1
-    elif temperature != 1:  # lesson: temperature; less the maximum, so that nothing overflows
+    elif temperature != 1:  # lesson: temperature; minus the maximum, so that nothing overflows
         logits = logits - logits.amax(dim=-1, keepdim=True)
         logits /= max(temperature, 1e-30)
     if top_k is not None:  # lesson: top-k; the lesson's `logits < kth` keeps every tie
         values, ids = logits.topk(min(top_k, logits.size(-1)))
         logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
     probs = logits.softmax(dim=-1)  # (B, V)
-    if top_p is not None and top_p < 1:  # lesson: exercise 1
+    if top_p is not None and top_p < 1:  # lesson: top-p, exercise 1
         values, ids = probs.sort(descending=True)
-        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # whether the ids before one reach p
+        reached = values.cumsum(dim=-1)[:, :-1] >= top_p  # do the ids before it reach p?
         values[:, 1:].masked_fill_(reached, 0)
         probs = torch.zeros_like(probs).scatter(-1, ids, values)
         probs /= probs.sum(dim=-1, keepdim=True)
@@ -325,22 +330,22 @@ def sample(logits, generator=None, **knobs):
 
 
 # lesson: torch.multinomial, which draws by the same probabilities
-def draw(probs, E):
+def draw(probs, noise):
     """Draw one id a row from probs (B, V), exactly by these probabilities -> ids (B,).
 
-    Each probability is divided by a random number of its own, and the largest quotient wins.
-    E (B, K + W): the random numbers, exponentially distributed (Gumbel 1954, the Gumbel-max trick).
-    First one of K groups of W neighbouring ids is drawn, then one of its ids: 2 * sqrt(V) random
-    numbers do for V ids. The same numbers give the same id on every device and with or without the
-    cache, where a cumulative sum of probabilities can differ in its last bits.
+    Each candidate's probability is divided by an exponential random number of its own, and the
+    largest result wins (the Gumbel-max trick, Gumbel 1954). A group of W neighbouring ids is drawn
+    first, then one id in it: about 2 * sqrt(V) random numbers are enough, noise (B, K + W).
+    On another device, or without the cache, rounding changes the last bits of probs; the same noise
+    still gives the same id, except for a very rare near tie.
     """
     B, V = probs.shape
     K, W = group_sizes(V)
-    E = E.to(probs.device)
+    noise = noise.to(probs.device)
     groups = F.pad(probs, (0, K * W - V)).view(B, K, W)
-    group = (groups.sum(dim=-1) / E[:, :K]).argmax(dim=-1)  # (B,)
+    group = (groups.sum(dim=-1) / noise[:, :K]).argmax(dim=-1)  # (B,)
     members = groups[torch.arange(B), group]  # (B, W)
-    return group * W + (members / E[:, K:]).argmax(dim=-1)
+    return group * W + (members / noise[:, K:]).argmax(dim=-1)
 
 
 def group_sizes(V):
@@ -350,10 +355,10 @@ def group_sizes(V):
 
 
 def exponential_noise(generator, B, V, steps=1):
-    """Yield E (B, K + W) for one draw after another; those of `steps` draws are made at once."""
+    """Yield the noise (B, K + W) of one draw after another, made for `steps` draws at once."""
     while True:
         u = torch.rand(steps, B, sum(group_sizes(V)), generator=generator)
-        yield from -u.clamp_(min=2**-25).log_()  # u can be 0, and E must be finite
+        yield from -u.clamp_(min=2**-25).log_()  # u can be 0, and the noise must be finite
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,7 +404,7 @@ def save_state(path, state):
 
     state: a dict of tensors and plain Python values. Raises OSError, which names path.
     """
-    buffer = io.BytesIO()  # torch's own writer would make a full disk a RuntimeError
+    buffer = io.BytesIO()  # torch's own writer raises RuntimeError for a full disk
     torch.save(state, buffer)
     write_file(path, buffer.getvalue())
 
@@ -407,7 +412,7 @@ def save_state(path, state):
 def write_file(path, data):
     """Write data (bytes) as `save_state` does."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")  # one that a killed run left is written over
+    temporary = path.with_name(f".{path.name}.tmp")  # overwrites one left by a killed run
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -497,7 +502,10 @@ def pick_device(name):
 
 
 def run(main):
-    """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C."""
+    """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C.
+
+    A fault of the program, which is no user's, is raised.
+    """
     for name in ("stdout", "stderr"):  # UTF-8 on every terminal; a closed one gets nothing
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(stream, "reconfigure"):

@@ -132,10 +132,10 @@ WRONG_PARTS = {
     "no info": (lambda s: s.pop("info"), "info"),
     "config of another project": (lambda s: s.update(config={"d_model": 16}), "d_model"),
     "config that is none": (lambda s: s.update(config=3), "config|mapping"),
-    "heads": (lambda s: s["config"].update(n_head=3), "n_embd 16 does not divide by n_head 3"),
+    "heads": (lambda s: s["config"].update(n_head=3), "n_embd 16 is not a multiple of n_head 3"),
     "size": (lambda s: s["config"].update(n_layer=0), "n_layer is 0"),
     "size in words": (lambda s: s["config"].update(block_size="8"), "block_size is '8'; it must be a whole number"),
-    "shared heads": (lambda s: s["config"].update(n_kv_head=3), "n_head 2 does not divide by n_kv_head 3"),
+    "shared heads": (lambda s: s["config"].update(n_kv_head=3), "n_head 2 is not a multiple of n_kv_head 3"),
     "other shared heads": (lambda s: s["config"].update(n_kv_head=1), r"c_attn.weight.*\[48, 16\].*\[32, 16\]"),
     "dropout": (lambda s: s["config"].update(dropout=1.0), "dropout is 1.0"),
 }
