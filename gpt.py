@@ -399,6 +399,12 @@ class CheckpointError(Exception):
     """A file that is no checkpoint of ours, or whose parts do not fit."""
 
 
+def out_of_memory(error):
+    """Whether error says so; torch has no exception of its own for it on a CPU."""
+    torchs = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
+    return isinstance(error, MemoryError) or (torchs and "memory" in str(error))
+
+
 def save_state(path, state):
     """torch.save by way of a temporary file: path always holds the old state or the new one, whole.
 
@@ -445,6 +451,8 @@ def load_state(path):
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds, with long texts
+            if out_of_memory(error):
+                raise
             damaged = type(error).__name__
     if damaged:
         raise CheckpointError(f"{path} is damaged or not a checkpoint ({damaged}); fetch it again")
@@ -471,6 +479,8 @@ def load_checkpoint(path, device="cpu"):
         if len(vocab) != model.config.vocab_size:
             raise ValueError(f"{len(vocab)} characters, vocab_size {model.config.vocab_size}")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} is not a checkpoint of this project: {reason}") from None
     return model.to(device).eval(), vocab, info
@@ -524,9 +534,10 @@ def run(main):
         what = str(error)
         if isinstance(error, OSError) and error.strerror:
             what = f"{error.filename or 'the output'}: {error.strerror}"
-        if isinstance(error, (MemoryError, RuntimeError)) and not isinstance(error, DecodingError):
-            if isinstance(error, RuntimeError) and "memory" not in what:
-                raise  # a fault of the program, not of the user: show where
+        if out_of_memory(error):
             what = "out of memory; choose smaller sizes, or less at once"
-        print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
+        elif isinstance(error, RuntimeError) and not isinstance(error, DecodingError):
+            raise  # a fault of the program, not of the user: show where
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr, flush=True)
         return getattr(error, "status", 1)

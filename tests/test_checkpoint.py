@@ -176,6 +176,20 @@ def flip(path, whole, place, bit=0):
     path.write_bytes(changed)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_no_damage(saved, monkeypatch, error):
+    """A sound file was called damaged when there was too little memory to load it."""
+
+    def fail(*args, **options):
+        raise error
+
+    for place in (gpt.torch, gpt.GPT):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "load" if place is gpt.torch else "load_state_dict", fail)
+            with pytest.raises(type(error)):
+                load_checkpoint(saved[0])
+
+
 def test_a_flipped_bit_is_noticed(saved):
     """A bit that changed on the way made other weights, and the model wrote on with them."""
     path, model = saved
