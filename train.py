@@ -372,7 +372,7 @@ def check_files(out, corpus):
 
 def check_not_interrupted(path):
     """Raise UserError when the file at path holds a run that was interrupted: a new one would write over it."""
-    with contextlib.suppress(OSError, CheckpointError, KeyError, TypeError):  # no run to lose
+    with contextlib.suppress(FileNotFoundError, CheckpointError, KeyError, TypeError):  # no run to lose
         saved = gpt.load_state(path)
         done, steps = saved["state"]["step"], saved["parameters"]["steps"]
         if done < steps:
@@ -385,6 +385,8 @@ def load_corpus(path):
     try:
         if path == CORPUS:
             prepare()
+        if not path.is_file():
+            raise UserError(f"--corpus {path}: there is no such file", 2)
         poems, repeated = read_poems(path)
     except CorpusError as error:
         raise UserError(str(error)) from None

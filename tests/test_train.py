@@ -391,6 +391,18 @@ def test_an_interrupted_run_is_not_written_over(out, corpus, monkeypatch, capsys
         assert command(monkeypatch, *arguments) == 0
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
+def test_a_run_that_cannot_be_read_is_not_written_over(error, out, monkeypatch):
+    """A .resume.pt that could not be read just then was taken for none, and a new run began over it."""
+
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(gpt, "load_state", fail)
+    with pytest.raises(type(error)):
+        train.check_not_interrupted(out)
+
+
 @pytest.mark.parametrize("state", [{}, {"state": {}}, {"state": None}, {"state": {"step": 1}, "parameters": [1]}])
 def test_a_file_that_holds_no_run_is_in_nobodys_way(state, out):
     """A file of that name without the parts of a run ended the next one in a traceback."""
@@ -661,6 +673,13 @@ def test_the_shipped_model_is_not_written_over(monkeypatch, corpus):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match="the shipped model"):
         train.check_files(Path("checkpoints/pretrained.pt"), corpus)
+
+
+def test_a_device_is_no_corpus():
+    """--corpus /dev/zero was read until the memory was full."""
+    with pytest.raises(UserError, match="there is no such file") as error:
+        train.load_corpus(Path(os.devnull))
+    assert error.value.status == 2
 
 
 def test_corpus_that_is_not_utf8(corpus, out, monkeypatch, capsys):
