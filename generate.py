@@ -110,7 +110,8 @@ def check_settings():
         for name in names.split():
             value = globals()[name]
             if not is_like(value, example, least, most):
-                limits = f", with numbers from {least:,} to {most:,}" if most else ""
+                kind = "numbers" if "." in repr(example) else "whole numbers"
+                limits = f", with {kind} from {least:,} to {most:,}" if most else ""
                 raise UserError(f"{name} in generate.py is {value!r}; it must be like {example!r}{limits}", 2)
 
 
@@ -201,13 +202,22 @@ def show(poems):
         print(f"    {text}" + ("" if ended else "……"))
 
 
+def notice(text):
+    """Print text to stderr. If nobody can read it there, the poems go on all the same."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # ValueError: it is closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def known(texts, vocab, name):
     """Yield those of texts that can be written in the model's characters, traditional ones converted."""
     for text in texts:
         try:
-            yield normalised(text, vocab, name)
+            if normal := normalised(text, vocab, name):
+                yield normal
         except UserError as error:
-            print(f"{error}; 「{text}」 is left out", file=sys.stderr)
+            notice(f"{error}; 「{text}」 is left out")
 
 
 def next_logits(model, vocab, text):
@@ -258,14 +268,15 @@ def demo_continue(model, vocab):
 def demo_acrostic(model, vocab):
     print("== 5. 藏头诗：每句开头的字由我们指定，其余由模型写")
     if not {"，", "。"} <= vocab.ids.keys():
-        print("demo 5 needs ， and 。, which the model does not know", file=sys.stderr)
+        notice("demo 5 needs ， and 。, which the model does not know")
         return
     generator = seeded()
     for given, n_char in ACROSTICS:
         for heads in known([given], vocab, "ACROSTICS"):
-            if not heads.isalpha():
-                raise UserError(f"ACROSTICS has {heads!r}: give the characters that begin the lines, without marks", 2)
-            show(acrostic(model, vocab, heads, n_char, generator=generator))
+            if heads.isalpha():
+                show(acrostic(model, vocab, heads, n_char, generator=generator))
+            else:
+                notice(f"ACROSTICS has {heads!r}: give the characters that begin the lines, without marks")
 
 
 def timed(model, start, n, use_cache):
@@ -352,7 +363,7 @@ def normalised(text, vocab, name, line_break=False):
     if changes:
         names = {char: "space" for char in changes if char.isspace()} | {"\n": "line break", "": "nothing"}
         said = "  ".join(f"{names.get(old, old)} → {names.get(new, new)}" for old, new in changes.items())
-        print(f"{name}: {said}", file=sys.stderr)
+        notice(f"{name}: {said}")
     try:
         vocab.encode(text)
     except ValueError as error:
@@ -375,7 +386,7 @@ def plan(args, model, vocab, prosody):
     prompt = normalised(args.prompt or "", vocab, "--prompt")
     if len(prompt) > model.config.block_size:
         seen = model.config.block_size
-        print(f"--prompt has {len(prompt)} characters; the model sees the last {seen}", file=sys.stderr)
+        notice(f"--prompt has {len(prompt)} characters; the model sees the last {seen}")
     heads = "" if args.acrostic is None else normalised(args.acrostic, vocab, "--acrostic")
     if args.acrostic is not None and not heads.isalpha():
         raise UserError(f"--acrostic {heads!r}: give the characters that begin the lines, without marks", 2)
@@ -392,7 +403,7 @@ def plan(args, model, vocab, prosody):
     templates, lost = choose_templates(args.form, given, prosody)
     if lost:
         kept = "shape and rhyme" if lost == "tones" else "shape"
-        print(f"{prompt or heads} does not keep the {lost} of {args.form}; the rest keeps {kept}", file=sys.stderr)
+        notice(f"{prompt or heads} does not keep the {lost} of {args.form}; the rest keeps {kept}")
     for template in templates if heads else ():
         template[:: n_char + 1] = heads
     return prompt, {"rule": template_constraint(templates, vocab, prosody), "length": len(shape), "first_line": n_char}
@@ -409,21 +420,21 @@ def write_poems(model, vocab, args):
     seed, n = args.seed, args.number or 1
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
-        print(f"seed {seed}: --seed {seed} with the same -n writes this again", file=sys.stderr)
+        notice(f"seed {seed}: --seed {seed} with the same -n writes this again")
     knobs = {"temperature": args.temperature[0], "top_k": args.top_k, "top_p": args.top_p}
     if n > 1 and knobs["temperature"] == 0:
-        print(f"temperature 0 always takes the likeliest character: the {n} poems are the same", file=sys.stderr)
+        notice(f"temperature 0 always takes the likeliest character: the {n} poems are the same")
     generator, cut = seeded(seed), 0
     for done in range(0, n, BATCH):
         poems = write(model, vocab, prompt, min(BATCH, n - done), generator=generator, **options, **knobs)
         for text, ended in poems:
             print(text, flush=args.scan)
             if args.scan:
-                print(scan(text, prosody), file=sys.stderr, flush=True)
+                notice(scan(text, prosody))
             cut += not ended
         sys.stdout.flush()
     if cut:
-        print(f"{cut} of {n} had not ended after {options['length']} characters (--max-chars)", file=sys.stderr)
+        notice(f"{cut} of {n} had not ended after {options['length']} characters (--max-chars)")
     if args.trace:
         [(text, ended)], rule = poems, options.get("rule")
         print_trace(model, vocab, prompt, text + "\n" * (ended and rule is None), rule, **knobs)
@@ -449,7 +460,7 @@ def bar(share, width=40):
 def print_next(model, vocab, text, args):
     """What may come after text: a row a character, a column a temperature, - for what top-k or top-p cuts."""
     if len(text) > model.config.block_size:
-        print(f"of {len(text)} characters the model sees the last {model.config.block_size}", file=sys.stderr)
+        notice(f"of {len(text)} characters the model sees the last {model.config.block_size}")
     logits, knobs = next_logits(model, vocab, text), {"top_k": args.top_k, "top_p": args.top_p}
     columns = [probabilities(logits, temperature=t, **knobs)[0] for t in args.temperature]  # (V,) each
     ids = logits[0].topk(min(args.top or 20, len(vocab))).indices
@@ -481,7 +492,7 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
     """On stderr, a line for each character of text after the prompt: what was left, and what was drawn."""
     ids, start = begin(model, vocab, text), 1 + len(prompt)
     head = f"{'likeliest that were left, in %':<31} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
-    print(f"{'#':>3}       % {'rank':>5} {head}", file=sys.stderr)
+    notice(f"{'#':>3}       % {'rank':>5} {head}")
     for i, logits in enumerate(replay(model, ids, start)):
         drawn = ids[0, start + i].item()
         allowed = rule(ids[:, : start + i]).expand(1, -1) if rule else None  # (1, V)
@@ -499,7 +510,7 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
         left = " ".join(f"{char}{100 * p:5.1f}" for char, p in zip(chars, best.tolist(), strict=True) if p > 0)
         rank = (logits[0] > logits[0, drawn]).sum().item() + 1
         choice = f"{pad(show_char(vocab.chars[drawn]), 2)} {100 * steps[-1][0, drawn].item():5.1f} {rank:>5}"
-        print(f"{i + 1:>3} {choice} {pad(left, 31)} {' '.join(cuts)}", file=sys.stderr)
+        notice(f"{i + 1:>3} {choice} {pad(left, 31)} {' '.join(cuts)}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -540,7 +551,7 @@ def check_top_p(keep, examples):
         answer = f"for p = {p} it keeps {int(kept.sum())} {shown}, {mass:.3f} of the mass"
         if mass < p - 1e-6:
             return f"{answer}: too few"
-        if mass - probs[kept].min().item() > p + 1e-6:
+        if mass - probs[kept].min().item() > p + 1e-6:  # so one more is let pass where p is reached exactly
             return f"{answer}: one less would do"
         if not kept.all() and probs[~kept].max() > probs[kept].min():
             return f"{answer}, but leaves out a likelier one"
@@ -784,13 +795,13 @@ def load_model(args):
 
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    args = parse_args()
     check_settings()
+    args = parse_args()
     torch.set_num_threads(args.threads)
     model, vocab, name = load_model(args)
     # After the demos it stands on stdout, so that `| head -1` gives the lesson's first line and nothing else.
     if args.command != "demo":
-        print(name, file=sys.stderr, flush=True)
+        notice(name)
     try:
         if args.command == "demo":
             for number in args.demo or DEMOS:

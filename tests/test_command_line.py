@@ -4,6 +4,7 @@ Most tests run the program's text in this process; those of a fault of processes
 """
 
 import concurrent.futures
+import io
 import os
 import random
 import re
@@ -353,6 +354,23 @@ def test_a_flag_of_another_command_is_shown_its_own(program):
     assert error(program("--demo", 1, "--top-k", 3)[2]) == "generate.py: error: --top-k goes with --next or poems"
 
 
+def test_notices_that_nobody_reads_cost_no_poem(checkpoints, monkeypatch, capsys):
+    """The reader of stderr went away, or its disk was full, and the poems ended there, with status 0."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Gone(), closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        arguments = ["--checkpoint", str(checkpoints / "poet.pt"), "-n", "3", "--prompt", "春", "--scan"]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+        assert gpt.run(generate.main) == 0
+        assert capsys.readouterr().out.count("\n") == 3
+
+
 def test_notices_about_what_was_asked(program):
     """The same poem came several times without a word, or a word alone was refused without a hint."""
     status, out, err = program("--temperature", 0, "-n", 2, "--seed", 1)
@@ -383,6 +401,8 @@ def test_notices_about_what_was_asked(program):
         ("CANDIDATES", 10**5),
         ("ACROSTICS", (("春", 10**5),)),
         ("TEMPERATURES", (1e9,)),
+        ("TEMPERATURE", None),
+        ("TOP_K", 20.0),
         ("EX1_TOP_P", 0.0),
         ("EX1_TOP_P", 1.5),
     ],

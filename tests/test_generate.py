@@ -225,7 +225,7 @@ def test_demo_1(poet, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(generate, "NEXT_PROMPTS", ("hello", "春风"))
     generate.demo_next(poet, VOCAB)
     assert printed(capsys) == [heading, lines[2], last]
-    for prompt, shown in (("hello", 1), ("风春", 2)):  # nothing to count
+    for prompt, shown in (("hello", 1), (" ", 1), ("风春", 2)):  # nothing to count
         monkeypatch.setattr(generate, "NEXT_PROMPTS", (prompt,))
         generate.demo_next(poet, VOCAB)
         assert len(printed(capsys)) == shown
