@@ -315,6 +315,7 @@ def test_demo_6(capsys, monkeypatch):
     generate.demo_cache(model, VOCAB)
     assert capsys.readouterr().out == DEMO_6
     times[32] = (0.010, 0.025)
+    monkeypatch.setattr(generate, "LONG_CHARS", 1)
     generate.demo_cache(model, VOCAB)
     assert printed(capsys)[4] == "  写  32 个字：不用缓存     10 毫秒，用缓存    25 毫秒，反而慢了 2.5 倍"
 
@@ -700,6 +701,7 @@ def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size
     """Exercise 3 called a window that does not hold the 500 characters right, or one that does wrong."""
     monkeypatch.setattr(generate, "EX3_BLOCK_SIZE", block_size)
     monkeypatch.setattr(generate, "EX3_CHARS", chars)
+    monkeypatch.setattr(generate, "first_difference", lambda model, start, n: None)
     monkeypatch.setattr(generate, "time_both", lambda model, start, n, runs: (n / 1000 * n / 10, n / 1000))
     assert generate.check_exercises([3], poet, VOCAB) == (said != "right")
     heading, *lines, verdict = printed(capsys)
@@ -716,6 +718,7 @@ def test_exercise_3_tells_right_from_wrong(poet, capsys, monkeypatch, block_size
 def test_exercise_3_does_not_believe_a_busy_machine(poet, capsys, monkeypatch, times):
     """Bars that cannot be, of a machine that was busy with something else, were called right."""
     monkeypatch.setattr(generate, "EX3_CHARS", (100, 500))
+    monkeypatch.setattr(generate, "first_difference", lambda model, start, n: None)
     monkeypatch.setattr(generate, "time_both", lambda model, start, n, runs: times[n])
     assert generate.check_exercises([3], poet, VOCAB) == 1
     assert "these times cannot be" in printed(capsys)[-1]
