@@ -251,11 +251,7 @@ class GPT(nn.Module):
                 logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), of the last position only
                 if watch:
                     watch(logits, allowed)
-                try:
-                    probs = probabilities(logits, allowed=allowed, **knobs)  # (B, V)
-                except DecodingError as error:
-                    raise DecodingError(f"step {step + 1}: {error}") from None
-                next_id = draw(probs, next(noise))  # (B,)
+                next_id = choose(logits, next(noise), step + 1, allowed=allowed, **knobs)  # (B,)
             if stop is not None:
                 next_id = next_id.masked_fill(stopped, stop)
                 stopped |= next_id == stop
@@ -327,6 +323,14 @@ def sample(logits, generator=None, **knobs):
     generator: a torch.Generator on the CPU, so that a seed means the same on every device.
     """
     return draw(probabilities(logits, **knobs), next(exponential_noise(generator, *logits.shape)))
+
+
+def choose(logits, noise, step, **knobs):
+    """Draw the next ids (B,) from logits (B, V), as `sample`; a DecodingError names the step."""
+    try:
+        return draw(probabilities(logits, **knobs), noise)
+    except DecodingError as error:
+        raise DecodingError(f"step {step}: {error}") from None
 
 
 # lesson: torch.multinomial, which draws by the same probabilities
