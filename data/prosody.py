@@ -9,7 +9,6 @@ links characters that agree or differ in tone, and characters that rhyme. Few po
 """
 
 import argparse
-import os
 import re
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.poems import CORPUS, read_poems, split
+from data.script import UserError, check_writable, parse, progress, run, write_file
 
 PROSODY = Path(__file__).resolve().with_name("prosody.txt")
 LEAST_LINKS, LEAST_AGREEMENT = 3, 0.3  # of a character with a tone: its links, and (for - against) / all of them
@@ -75,7 +75,9 @@ def learn_tones(poems):
     leading eigenvector fits the links best (normalised by degree, found by power iteration), and its
     signs divide them nearly right. Then each character goes where most of its partners send it.
     """
-    pairs = Counter(pair for poem in poems for pair in (*tone_pairs(poem), *end_pairs(poem)))
+    pairs = Counter(
+        pair for poem in progress(poems, desc="tones", leave=False) for pair in (*tone_pairs(poem), *end_pairs(poem))
+    )
     if not pairs:
         return {}
     chars = sorted({char for a, b, _ in pairs for char in (a, b)})
@@ -115,7 +117,7 @@ def learn_rhymes(poems):
     degree = {char: sum(others.values()) for char, others in partners.items()}
     group, size = dict(zip(partners, partners, strict=True)), Counter(degree)  # each begins alone
     total = max(1, sum(degree.values()))
-    for _ in range(10):
+    for _ in progress(range(10), desc="rhymes", leave=False):
         for char, others in partners.items():
             size[group[char]] -= degree[char]
             links = Counter()
@@ -139,31 +141,28 @@ def learn(poems):
 # ---------------------------------------------------------------------------------------------------
 # The file: a line of level characters, one of oblique ones, then one for each rhyme group
 
-HEADER = "# Tones (平 level, 仄 oblique) and rhyme groups (韵), the commonest characters first: python -m data.prosody"
+HEADER = "# Tones (平 level, 仄 oblique) and rhyme groups (韵), commonest first: python -m data.prosody wrote {} lines"
 
 
 def write_prosody(prosody, path=PROSODY):
-    """Write prosody as a text that a person can read, UTF-8; path holds the old file or the new one, whole."""
-    lines = [HEADER]
-    lines += [f"{tone} " + "".join(char for char, its in prosody.tones.items() if its == tone) for tone in "平仄"]
+    """Write prosody as a text that a person can read, UTF-8."""
+    lines = [f"{tone} " + "".join(char for char, its in prosody.tones.items() if its == tone) for tone in "平仄"]
     lines += [f"韵 {group}" for group in prosody.groups()]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
+    write_file(path, ("\n".join([HEADER.format(len(lines)), *lines]) + "\n").encode("utf-8"))
 
 
 def read_prosody(path=None):
-    """Read what `write_prosody` wrote. Raises ValueError if it is not there or damaged."""
+    """Read what `write_prosody` wrote. Raises UserError if it is not there or damaged."""
     path = path or PROSODY
     remedy = f"{path} is missing or damaged: python -m data.prosody builds it anew"
     try:
-        *lines, rest = path.read_text(encoding="utf-8").split("\n")  # rest: of a line that was cut off
-        kinds, chars = zip(*(line.split(" ") for line in lines if not line.startswith("#")), strict=True)
+        header, *lines, rest = path.read_text(encoding="utf-8").split("\n")  # rest: of a line that was cut off
+        kinds, chars = zip(*(line.split(" ") for line in lines), strict=True)
     except (OSError, ValueError):  # UnicodeDecodeError too
-        raise ValueError(remedy) from None
-    whole = kinds == ("平", "仄", "韵", *"韵" * (len(kinds) - 3)) and all(chars) and not rest
+        raise UserError(remedy) from None
+    whole = header == HEADER.format(len(lines)) and kinds[:3] == ("平", "仄", "韵") and not rest
     if not whole or any(len(set(text)) < len(text) for text in ("".join(chars[:2]), "".join(chars[2:]))):
-        raise ValueError(remedy)
+        raise UserError(remedy)
     tones = {char: kind for kind, text in zip("平仄", chars[:2], strict=True) for char in text}
     rhymes = {char: i for i, text in enumerate(chars[2:]) for char in text}
     return Prosody(tones, rhymes)
@@ -215,28 +214,20 @@ def report(prosody, poems, held_out):
 
 
 def main():
-    argparse.ArgumentParser(description="Learn tones and rhymes from data/tang.txt into data/prosody.txt.").parse_args()
+    parse(argparse.ArgumentParser(description="Learn tones and rhymes from data/tang.txt into data/prosody.txt."))
+    if not CORPUS.exists():
+        raise UserError(f"no {CORPUS}: python data/prepare.py makes it")
     try:
         poems, held_out = split(read_poems(CORPUS)[0])
-        prosody = learn(poems)
-        if not prosody.tones or not prosody.rhymes or not held_out:
-            raise ValueError(f"{CORPUS} has no regulated verse to learn from")
-        write_prosody(prosody, PROSODY)
-        report(prosody, poems, held_out)
-        sys.stdout.flush()
-    except FileNotFoundError:
-        print(f"no {CORPUS}: python data/prepare.py makes it", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader, such as `head -1`, has enough; stay silent at exit too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (OSError, ValueError) as error:
-        print(f"prosody.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    check_writable(PROSODY)
+    prosody = learn(poems)
+    if not prosody.tones or not prosody.rhymes or not held_out:
+        raise UserError(f"{CORPUS} has no regulated verse to learn from")
+    write_prosody(prosody, PROSODY)
+    report(prosody, poems, held_out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

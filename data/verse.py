@@ -52,10 +52,10 @@ def regulated_templates(n_char, n_lines):
     return templates
 
 
-def rich_rhymes(prosody):
-    """The rhyme groups that a poem may begin: those of RICH level characters, which it cannot run out of."""
-    level = Counter(group for char, group in prosody.rhymes.items() if prosody.tones.get(char) == "平")
-    return {group for group, count in level.items() if count >= RICH}
+def rich_rhymes(prosody, chars):
+    """The rhyme groups that a poem may begin: of RICH level characters among chars, which it cannot run out of."""
+    level = Counter(prosody.rhymes.get(char) for char in chars if prosody.tones.get(char) == "平")
+    return {group for group, count in level.items() if group is not None and count >= RICH}
 
 
 def may_stand(char, entry, prosody=None, rhymes=()):
@@ -69,23 +69,27 @@ def may_stand(char, entry, prosody=None, rhymes=()):
     return prosody.tones.get(char) == entry.value
 
 
-def takes(template, given, prosody):
+def takes(template, given, prosody, rhymes):
     """Whether a poem that fits the template can have the characters of given, {place: character}."""
-    rhymes = rich_rhymes(prosody)
     words = {prosody.rhymes.get(char) for place, char in given.items() if template[place] is Place.RHYME}
     return len(words) < 2 and all(may_stand(char, template[i], prosody, rhymes) for i, char in given.items())
 
 
-def choose_templates(form, given, prosody):
+def choose_templates(form, given, prosody, chars):
     """(templates, what they do not keep) for the name of a form and characters that are given, {place: character}.
 
     The templates of regulated verse that can have these characters; if there are none, the form with
-    its rhyme alone, and if the characters do not rhyme either, its shape alone.
+    its rhyme alone, and if the characters do not rhyme either, its shape alone. chars: all that can be written.
+    Raises ValueError when no poem of that form can be written with them.
     """
-    shape = poem_template(*FORMS[form])
+    shape, rhymes = poem_template(*FORMS[form]), rich_rhymes(prosody, chars)
+    tones = Counter(prosody.tones.get(char) for char in chars)
+    if not rhymes or min(tones["平"], tones["仄"]) < len(shape):  # no character comes twice
+        found = f"{tones['平']} level and {tones['仄']} oblique characters, {len(rhymes)} rhymes of {RICH} characters"
+        raise ValueError(f"the model knows too few characters for {form}: {found}; --loose keeps its shape alone")
     rhymed = [Place.RHYME if after == "。" else entry for entry, after in zip(shape, [*shape[1:], ""], strict=True)]
     for templates, lost in ((regulated_templates(*FORMS[form]), ""), ([rhymed], "tones"), ([shape], "tones and rhyme")):
-        templates = [template for template in templates if takes(template, given, prosody)]
+        templates = [template for template in templates if takes(template, given, prosody, rhymes)]
         if templates:
             return templates, lost
     raise ValueError(f"no poem of the form {form} has {given}")
@@ -101,7 +105,7 @@ class TemplateConstraint:
 
     def __init__(self, templates, chars, prosody=None):
         entries = list(dict.fromkeys(entry for template in templates for entry in template))
-        rhymes = rich_rhymes(prosody) if prosody else ()
+        rhymes = rich_rhymes(prosody, chars) if prosody else ()
         self.masks = np.array([[may_stand(char, entry, prosody, rhymes) for char in chars] for entry in entries])
         self.groups = np.array([prosody.rhymes.get(char, -1) if prosody else -1 for char in chars])  # (V,)
         self.places = np.array([[entries.index(entry) for entry in template] for template in templates])  # (P, length)
