@@ -4,43 +4,56 @@
     python train.py --steps 500              # every name of PARAMETERS is a flag
     python train.py --resume                 # goes on where a run was interrupted
 
-Whatever chance decides at a step (batch, dropout) follows from the seed and the number of the step alone. So
-nothing about it has to be saved to resume a run, and evaluating more or less often changes nothing. On a CPU
-with the same number of threads a resumed run ends with the same weights, bit for bit.
+A step learns from poems, each a text of its own between two line breaks, as generation begins and as validation
+measures, and from a few texts that begin anywhere. Whatever chance decides at a step (which texts, dropout)
+follows from the seed and the number of the step alone. So nothing about it has to be saved to resume a run, and
+evaluating more or less often changes nothing. On a CPU with the same number of threads a resumed run ends with
+the same weights, bit for bit.
 """
 
 import argparse
 import contextlib
 import math
-import os
-import shlex
-import signal
-import subprocess
+import random
 import sys
 import time
 import zlib
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from checkpoints.store import CheckpointError, load_state, pick_device, save_checkpoint, save_state
+from checkpoints import store
 from data.poems import CORPUS, read_poems, split
-from data.prepare import CorpusError, prepare
-from data.script import UserError, run, say, write_file
-from gpt import GPT, GPTConfig, Vocabulary
+from data.prepare import prepare
+from data.script import (
+    UserError,
+    caught_signals,
+    check_writable,
+    notice,
+    parse,
+    progress,
+    run,
+    say,
+    shell_line,
+    write_file,
+)
+from gpt import GPTConfig, Vocabulary
 
 # name: (value, least, what it is). Each is also a flag: --batch-size 16. The sizes stand in gpt.py.
 PARAMETERS = {
-    "steps": (3700, 0, "steps of the optimizers; the text ten times"),
-    "batch_size": (32, 1, "windows of block_size characters a step"),
+    "steps": (4000, 0, "steps of the optimizers; the poems nine times"),
+    "batch_size": (72, 1, "poems a step"),
+    "short_windows": (20, 0, "texts of 8 characters a step that begin anywhere in a poem, as 春风 may"),
+    "long_windows": (3, 0, "texts of block_size characters a step that begin anywhere and run on through other poems"),
     "block_size": (GPTConfig.block_size, 1, "the longest text the model sees at once, in characters"),
     "n_layer": (GPTConfig.n_layer, 1, "layers"),
     "n_head": (GPTConfig.n_head, 1, "attention heads a layer"),
     "n_kv_head": (GPTConfig.n_kv_head or 0, 0, "heads of keys and values a layer, shared among the n_head; 0: n_head"),
     "n_embd": (GPTConfig.n_embd, 1, "dimensions of a character"),
     "dropout": (GPTConfig.dropout, 0.0, "share of the embedding, and of what each layer adds, left out in training"),
-    "poem_share": (0.5, 0.0, "share of the windows that begin with a poem; the others begin anywhere"),
     "muon_lr": (0.03, 0.0, "peak learning rate of Muon, for the matrices of the layers"),
     "muon_decay": (0.1, 0.0, "its weight decay"),
     "adam_lr": (0.006, 0.0, "peak learning rate of AdamW, for embeddings and norms"),
@@ -51,62 +64,73 @@ PARAMETERS = {
     "seed": (1, 0, "decides the first weights, the batches and the dropout"),
 }
 MAY_CHANGE = ("steps", "eval_interval")  # on --resume; anything else would be another run
+SHORT = 8  # characters to predict in a short window
 LOG_SECONDS = 30  # between lines of progress, where the output is a file
 SAMPLE_TEMPERATURE, SAMPLE_SEED = 0.8, 7  # of the poem shown at each evaluation
 
 
 # ---------------------------------------------------------------------------------------------------
-# The recipe: text, batches, optimizers, learning rate
+# The recipe: texts, batches, optimizers, learning rate
 
 
-def read_pass(poems, vocab, p, number):
-    """The training text of a pass: ids (N,), a line break before, between and after the poems; and its starts (S,).
+def texts_of(poems, vocab, block_size):
+    """The texts to learn from, a tensor of ids each: every poem between two line breaks.
 
-    Each pass has an order of its own, so that nothing can be learned by heart across two poems. A start is
-    the place of a line break that a whole window and its last target follow.
+    A longer one than block_size + 1 becomes several texts; each begins with the character that the one before
+    ended with.
     """
-    order = torch.randperm(len(poems), generator=torch.Generator().manual_seed(p.seed * 2**31 + number))
-    stream = vocab.encode("\n".join(["", *(poems[i] for i in order), ""]))[0]
-    return stream, torch.nonzero(stream[: len(stream) - p.block_size] == vocab.ids["\n"])[:, 0]
+    ids = [vocab.encode(f"\n{poem}\n")[0] for poem in poems]
+    return [text[i : i + block_size + 1] for text in ids for i in range(0, len(text) - 1, block_size)]
 
 
-def training_batch(stream, starts, p, step_in_pass, steps_per_pass):
-    """(x, y) of one step, each (batch_size, block_size), y one character later.
-
-    Row b walks through its own stretch of the stream (N,), a window a step. The rows of the first
-    poem_share move on to the next of the starts (S,), because generation begins there too: with a lone
-    line break. The others begin anywhere, to learn from a text without its beginning, such as 春风.
-    """
-    begin = (step_in_pass + steps_per_pass * torch.arange(p.batch_size)) * p.block_size % (len(stream) - p.block_size)
-    whole = round(p.batch_size * p.poem_share)
-    begin[:whole] = starts[torch.searchsorted(starts, begin[:whole]) % len(starts)]  # after the last start, the first
-    windows = stream[begin[:, None] + torch.arange(p.block_size + 1)]  # (batch_size, block_size + 1)
-    return windows[:, :-1], windows[:, 1:]
+def step_texts(texts, p, step):
+    """The texts of a step (from 0): the next batch_size, in an order that each pass has of its own, and windows."""
+    number, place = divmod(step, math.ceil(len(texts) / p.batch_size))
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(p.seed * 2**31 + number))
+    chance = random.Random(p.seed * 2**31 + step)
+    sizes = [min(SHORT, p.block_size)] * p.short_windows + [p.block_size] * p.long_windows
+    windows = [window(texts, size + 1, chance) for size in sizes]
+    return [texts[i] for i in order[place * p.batch_size :][: p.batch_size]] + windows
 
 
-def validation_batches(poems, vocab, rows=64):
-    """Poems, each alone between two line breaks, as id tensors (up to rows, T), each of poems of one length."""
-    lengths = {}
-    for poem in poems:
-        lengths.setdefault(len(poem), []).append(vocab.encode(f"\n{poem}\n"))
-    return [batch for same in lengths.values() for batch in torch.cat(same).split(rows)]
+def window(texts, size, chance):
+    """`size` ids that begin anywhere in a text and run on through others."""
+    first = chance.choice(texts)
+    ids = first[chance.randrange(len(first) - 1) :]
+    while len(ids) < size:
+        ids = torch.cat([ids, chance.choice(texts)[1:]])
+    return ids[:size]
+
+
+def batches(texts, rows=64):
+    """Yield (x, y), each (up to rows, T), of texts of like length: y is one character later, -100 past the end."""
+    texts = sorted((text for text in texts if len(text) > 1), key=len)
+    while texts:
+        n = sum(len(text) <= 1.1 * len(texts[0]) for text in texts[:rows])
+        x, y = (pad_sequence(texts[:n], batch_first=True, padding_value=value) for value in (0, -100))
+        yield x[:, :-1], y[:, 1:]
+        texts = texts[n:]
+
+
+def learn(model, texts):
+    """Add the gradients of the mean loss of all characters of texts, batch by batch; return it, in nats."""
+    device, characters, mean = model.wte.weight.device, sum(len(text) - 1 for text in texts), 0.0
+    for x, y in batches(texts):
+        loss = model(x.to(device), y.to(device))[1] * ((y >= 0).sum().item() / characters)
+        loss.backward()
+        mean += loss.item()
+    return mean
 
 
 @torch.no_grad()
-def validation_loss(model, batches):
-    """Mean cross-entropy in nats a character over `validation_batches`, every character after the first predicted.
-
-    Of a poem longer than block_size, each block_size characters are a text of their own.
-    """
-    device, was_training, total, count = model.wte.weight.device, model.training, 0.0, 0
+def validation_loss(model, texts):
+    """Mean cross-entropy in nats a character over texts, every character after the first predicted."""
+    device, was_training, total = model.wte.weight.device, model.training, 0.0
     model.eval()
-    for batch in batches:
-        pieces = [part.split(model.config.block_size, dim=1) for part in (batch[:, :-1], batch[:, 1:])]
-        for x, y in zip(*pieces, strict=True):
-            total += model(x.to(device), y.to(device))[1].item() * y.numel()
-            count += y.numel()
+    for x, y in batches(texts):
+        total += model(x.to(device), y.to(device))[1].item() * (y >= 0).sum().item()
     model.train(was_training)
-    return total / count
+    return total / sum(len(text) - 1 for text in texts)
 
 
 def sample_poem(model, vocab):
@@ -119,14 +143,45 @@ def sample_poem(model, vocab):
     return vocab.decode(ids[0].tolist()).strip()
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update of a matrix is made orthogonal (Jordan 2024), in the dtype of the weights.
+
+    torch.optim.Muon does it in bfloat16: on a CPU without instructions for that, most of a step's time.
+    """
+
+    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(mean, group["momentum"]))  # Nesterov's momentum
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                n_out, n_in = weight.shape
+                weight.add_(update, alpha=-group["lr"] * max(1, n_out / n_in) ** 0.5)
+
+
+def orthogonal(matrix, steps=5):
+    """Nearly the orthogonal matrix next to this one, by Newton-Schulz steps with Jordan's coefficients."""
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
 def make_optimizers(model, p):
-    """Muon for the matrices inside the layers (Jordan 2024), AdamW for the embeddings and the norms."""
+    """Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
     matrices = [weight for weight in model.h.parameters() if weight.ndim == 2]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
     embeddings = {"params": [model.wte.weight, model.wpe.weight], "weight_decay": p.adam_decay}
     others = [embeddings, {"params": norms, "weight_decay": 0.0}]
     return [
-        torch.optim.Muon(matrices, lr=p.muon_lr, weight_decay=p.muon_decay, momentum=0.95),
+        Muon(matrices, lr=p.muon_lr, weight_decay=p.muon_decay),
         torch.optim.AdamW(others, lr=p.adam_lr, betas=(0.9, 0.99), fused=True),
     ]
 
@@ -135,80 +190,85 @@ def lr_factor(step, p):
     """The learning rate of a step (from 0) as a share of the peak: a straight climb, then straight down to final_lr."""
     if step < p.warmup:
         return (step + 1) / (p.warmup + 1)
-    progress = (step - p.warmup) / max(1, p.steps - 1 - p.warmup)
-    return 1 - (1 - p.final_lr) * progress
+    done = (step - p.warmup) / max(1, p.steps - 1 - p.warmup)
+    return 1 - (1 - p.final_lr) * done
 
 
 # ---------------------------------------------------------------------------------------------------
 # The run
 
 
-class Run:
+class Training:
     """A training run: what is trained, how far it is, and its files.
 
     out: the best model so far. Beside it .resume.pt, all that --resume needs, and .log.csv, a row an
     evaluation. Raises UserError, status 2, for poems or parameters that make no run.
     """
 
-    STATE = ("step", "seconds", "best", "losses", "log")  # what changes, beside the model and the optimizers
+    STATE = ("step", "characters", "seconds", "best", "losses", "log")  # what changes, beside model and optimizers
     COLUMNS = ("step", "seconds", "training_loss", "validation_loss", "learning_rate", "characters_per_second")
 
     def __init__(self, p, poems, out, device="cpu"):
         self.p, self.out, self.device = p, out, device
-        self.poems, held_out = split(poems)
-        length = sum(len(poem) + 1 for poem in self.poems) + 1  # with the line breaks
-        if length <= p.block_size or not held_out:
-            found = f"{length} characters to train on, {len(held_out)} poems (one in 20, by checksum) to validate"
-            raise UserError(f"too small a corpus for --block-size {p.block_size}: {found}", 2)
+        learned, held_out = split(poems)
+        if not learned or not held_out:
+            found = f"{len(learned)} poems to train on, {len(held_out)} (one in 20, by checksum) to validate"
+            raise UserError(f"too small a corpus: {found}", 2)
         self.vocab = Vocabulary("".join(sorted({"\n"}.union(*poems))))
-        self.validation = validation_batches(held_out, self.vocab)
-        self.steps_per_pass = math.ceil(length / (p.batch_size * p.block_size))
+        self.texts, self.validation = (texts_of(part, self.vocab, p.block_size) for part in (learned, held_out))
         checksum = zlib.crc32("\n".join(poems).encode("utf-8"))
         self.parameters = vars(p) | {"corpus": f"a text of checksum {checksum:08x}"}  # what a run to resume must share
         torch.manual_seed(p.seed)
         sizes = (len(self.vocab), p.block_size, p.n_layer, p.n_head, p.n_embd, p.n_kv_head or None, p.dropout)
         try:
-            self.model = GPT(GPTConfig(*sizes)).to(device).train()
+            self.model = store.build(GPTConfig(*sizes)).to(device).train()
         except ValueError as error:
             raise UserError(str(error), 2) from None
         self.optimizers = make_optimizers(self.model, p)
-        self.step, self.seconds, self.best = 0, 0.0, math.inf
+        self.step, self.characters, self.seconds, self.best = 0, 0, 0.0, math.inf
         self.losses, self.log = [], []  # of the steps since the last evaluation; a row an evaluation
         self.resume_path, self.log_path = out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")
-        self.files = {path: signature(path) for path in (out, self.resume_path)}  # as this run left them
         self.printed = time.monotonic()  # when the last line of progress was
 
     def train(self, stopping=lambda: False):
         """Train to the last step; return True, or False when stopping() ended it before, after a save."""
-        p, first = self.p, self.step
-        bar = tqdm(total=p.steps, initial=first, unit="step", ascii=True, disable=None, dynamic_ncols=True)
-        while self.step < p.steps and not stopping():
-            begun, step_in_pass = time.perf_counter(), self.step % self.steps_per_pass
-            if step_in_pass == 0 or self.step == first:
-                stream, starts = read_pass(self.poems, self.vocab, p, self.step // self.steps_per_pass)
-            x, y = training_batch(stream, starts, p, step_in_pass, self.steps_per_pass)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = optimizer.defaults["lr"] * lr_factor(self.step, p)  # of its peak
-            torch.manual_seed(p.seed * 2**31 + self.step)  # the step alone decides which dropout it gets
-            loss = self.model(x.to(self.device), y.to(self.device))[1]
-            self.check_finite("training", self.step + 1, loss.item())
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            self.step += 1
-            self.losses.append(loss.item())
-            self.seconds += time.perf_counter() - begun
-            self.show_progress(bar)
-            if p.eval_interval and self.step % p.eval_interval == 0:
-                self.evaluate()
-        finished = self.step == p.steps
-        if finished and not (self.log and self.log[-1][0] == self.step and self.out.exists()):
-            self.evaluate()
-        elif not finished and self.step > first:
-            self.save()
-        return finished
+        with progress(total=self.p.steps, initial=self.step, unit="step") as bar:
+            while True:
+                if self.evaluation_is_due():
+                    with self.going_on():
+                        self.save()  # so that a stop in the middle of the evaluation loses nothing
+                    self.evaluate()
+                if self.step == self.p.steps:
+                    return True
+                if stopping():
+                    self.save()
+                    return False
+                self.take_step()
+                self.show_progress(bar)
+
+    def evaluation_is_due(self):
+        done = self.log and self.log[-1][0] == self.step
+        if self.step == self.p.steps:
+            return not (done and self.out.exists())
+        return not done and self.step > 0 < self.p.eval_interval and self.step % self.p.eval_interval == 0
+
+    def take_step(self):
+        """One step of the optimizers."""
+        p, begun = self.p, time.perf_counter()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * lr_factor(self.step, p)  # of its peak
+        torch.manual_seed(p.seed * 2**31 + self.step)  # the step alone decides which dropout it gets
+        texts = step_texts(self.texts, p, self.step)
+        loss = learn(self.model, texts)
+        self.check_finite("training", self.step + 1, loss)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.losses.append(loss)
+        self.characters += sum(len(text) - 1 for text in texts)
+        self.seconds += time.perf_counter() - begun
 
     def evaluate(self):
         """Measure the validation loss, say how the run goes, and write the files.
@@ -217,53 +277,52 @@ class Run:
         """
         loss = validation_loss(self.model, self.validation)
         self.check_finite("validation", self.step, loss)
-        trained = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        trained = sum(self.losses) / len(self.losses) if self.losses else math.nan  # none at step 0
         better = loss < self.best
-        lr, rate = self.optimizers[0].param_groups[0]["lr"], self.characters_per_second()
+        lr, rate = self.optimizers[0].param_groups[0]["lr"], self.characters / max(self.seconds, 1e-9)
+        numbers = [f"{trained:.4f}" if self.losses else "", f"{loss:.4f}", lr, round(rate)]
+        self.log.append([self.step, round(self.seconds, 1), *numbers])
+        losses = f"training loss {trained:.3f}" if self.losses else "nothing was trained"
+        losses += f"  validation loss {loss:.4f}{'' if better else ' (not the best)'}"
         elapsed = tqdm.format_interval(self.seconds)
-        self.log.append([self.step, round(self.seconds, 1), round(trained, 4), round(loss, 4), lr, round(rate)])
-        losses = f"training loss {trained:.3f}  " if self.losses else ""  # none before the first step
-        losses += f"validation loss {loss:.4f}{'' if better else ' (not the best)'}"
         say(f"step {self.step:,}/{self.p.steps:,}  {losses}  {rate:,.0f} characters/s  {elapsed}")
         say(f"    {sample_poem(self.model, self.vocab)}")
         self.losses = []
-        try:
+        with self.going_on():
             if better or not self.out.exists():
-                info = {"step": self.step, "val_loss": loss, "train_loss": trained, "seconds": self.seconds}
+                info = {"step": self.step, "val_loss": loss, "seconds": self.seconds}
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
-                self.write(self.out, save_checkpoint, self.model, self.vocab, info)
+                store.save_checkpoint(self.out, self.model, self.vocab, info)
                 self.best = loss
-            self.save()  # before the log, because it finds out whether another run has been here
+            self.save()
             lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
             write_file(self.log_path, "".join(lines).encode("utf-8"))
+
+    @contextlib.contextmanager
+    def going_on(self):
+        """A disk that is full for a while ends no run, but at the last step: the next evaluation saves again."""
+        try:
+            yield
         except OSError as error:
             if self.step == self.p.steps:
                 raise
-            say(f"{error}; going on, the next evaluation saves again", "stderr")
+            notice(f"{error}; going on, the next evaluation saves again")
 
     def save(self):
         """Write .resume.pt, all that `resume` needs."""
         parts = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
         parts |= {"state": {name: getattr(self, name) for name in self.STATE}}
         parts |= {"parameters": self.parameters, "threads": torch.get_num_threads()}
-        self.write(self.resume_path, save_state, parts)
-
-    def write(self, path, function, *arguments):
-        """Call function(path, *arguments), unless another run has written to path: two would mix."""
-        if signature(path) not in (None, self.files[path]):
-            raise UserError(f"another run has written {path}; this one ends at step {self.step:,}: use another --out")
-        function(path, *arguments)
-        self.files[path] = signature(path)
+        store.save_state(self.resume_path, parts)
 
     def resume(self):
         """Take up the run in .resume.pt. Raises UserError, status 2, unless it has this corpus and these parameters."""
         path, p = self.resume_path, self.p
         if not path.exists():
             raise UserError(f"{path} is not there: no run was interrupted; start one without --resume", 2)
-        saved = load_state(path)
-        missing = {"model", "optimizers", "state", "parameters", "threads"} - set(saved)
-        if missing:
-            raise CheckpointError(f"{path} does not hold a run to resume: no {', '.join(sorted(missing))}")
+        saved = store.load_state(path)
+        if "optimizers" not in saved:
+            raise store.CheckpointError(f"{path} does not hold a run to resume")
         old, done = argparse.Namespace(**saved["parameters"]), saved["state"]["step"]
         for name, value in self.parameters.items():
             if value != getattr(old, name, None) and name not in MAY_CHANGE:
@@ -285,34 +344,21 @@ class Run:
     def check_finite(self, which, step, loss):
         """Raise UserError for a loss of NaN or infinity."""
         if not math.isfinite(loss):
-            way = "lower the learning rates"
-            if self.resume_path.exists():
-                way += f", and delete {self.resume_path} or name another --out"
-            if self.best < math.inf:
-                way += f"; {self.out} is the last good model"
-            raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}")
-
-    def characters_per_second(self):
-        return self.step * self.p.batch_size * self.p.block_size / max(self.seconds, 1e-9)
+            way = f"delete {self.resume_path} if it is there, and begin anew with lower learning rates"
+            good = f"; {self.out} is the last good model" if self.best < math.inf else ""
+            raise UserError(f"step {step:,}: the {which} loss is {loss}; {way}{good}")
 
     def show_progress(self, bar):
         """Move the bar; where the output is a file, print a line every LOG_SECONDS instead."""
         recent = self.losses[-50:]
-        progress = f"loss {sum(recent) / len(recent):.3f}  {self.characters_per_second():,.0f} characters/s"
+        words = f"loss {sum(recent) / len(recent):.3f}  {self.characters / self.seconds:,.0f} characters/s"
         with contextlib.suppress(OSError):  # the terminal is gone
-            bar.set_postfix_str(progress, refresh=False)
+            bar.set_postfix_str(words, refresh=False)
             bar.update()
         if bar.disable and time.monotonic() - self.printed > LOG_SECONDS:
             left = tqdm.format_interval((self.p.steps - self.step) * self.seconds / self.step)
-            say(f"step {self.step:,}/{self.p.steps:,}  {progress}  {left} left")
+            say(f"step {self.step:,}/{self.p.steps:,}  {words}  {left} left")
             self.printed = time.monotonic()
-
-
-def signature(path):
-    """What tells one state of a file from another; None if it is not there."""
-    with contextlib.suppress(FileNotFoundError):
-        stat = path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -326,19 +372,18 @@ def flag(name):
 def parse_args(argv=None):
     """(parameters, other arguments): the flags are made from PARAMETERS."""
     end = "Ctrl-C saves and says how to go on; a second one leaves at once."
-    parser = argparse.ArgumentParser(
-        description="Train the character-level GPT on the Tang poems.", epilog=end, allow_abbrev=False
-    )
+    about = "Train the character-level GPT on the Tang poems."
+    parser = argparse.ArgumentParser(description=about, epilog=end, allow_abbrev=False)
     add = parser.add_argument
     for name, (value, _, what) in PARAMETERS.items():
         add(f"--{flag(name)}", type=type(value), default=value, metavar="N", help=f"{what} ({value})")
-    out = Path(__file__).resolve().parent / "checkpoints" / "gpt.pt"
     add("--resume", action="store_true", help="go on with the interrupted run")
     add("--corpus", type=Path, default=CORPUS, metavar="FILE", help="another text, a poem a line")
+    out = store.CHECKPOINTS / "gpt.pt"
     add("--out", type=Path, default=out, metavar="FILE", help="where the model goes (default: checkpoints/gpt.pt)")
     add("--device", default="auto", help="cpu, cuda or mps (default: a GPU if there is one)")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of the CPU (%(default)s)")
-    args = vars(parser.parse_args(argv))
+    args = vars(parse(parser, argv))
     limits = {name: (least, 2**31 if type(least) is int else 1) for name, (_, least, _) in PARAMETERS.items()}
     for name, (least, most) in (limits | {"threads": (1, 1024)}).items():
         if not least <= args[name] <= most:
@@ -346,105 +391,89 @@ def parse_args(argv=None):
     return argparse.Namespace(**{name: args.pop(name) for name in PARAMETERS}), argparse.Namespace(**args)
 
 
-def check_files(out, corpus):
-    """Raise UserError, status 2, unless the run can write all its files, and over no other run's and no input."""
+@contextlib.contextmanager
+def claimed(out, corpus):
+    """Hold out, its folder made, against any other run as long as this one lives; a refused run leaves nothing behind.
+
+    Raises UserError, status 2, for a place that cannot be written, would harm another file, or is held already.
+    """
     if out.suffix != ".pt" or out.name.endswith(".resume.pt"):
         raise UserError(f"--out is {out}; its name must end in .pt, and not in .resume.pt", 2)
-    if out.resolve() == Path(__file__).resolve().parent / "checkpoints" / "pretrained.pt":
-        raise UserError(f"--out is {out}, the shipped model; choose another name", 2)
-    for path in (out, out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")):
-        trial = path.with_name(f".{path.name}.try")  # as long as the temporary name in write_file
+    kept = {corpus.resolve(), store.CHECKPOINTS / "pretrained.pt"}
+    files = [out, out.with_suffix(".resume.pt"), out.with_suffix(".log.csv")]
+    if kept & {path.resolve() for path in files}:
+        raise UserError(f"--out {out} would write over the shipped model or the corpus; choose another name", 2)
+    made = [folder for folder in out.resolve().parents if not folder.exists()]
+    lock = FileLock(out.resolve().with_name(f".{out.name}.lock"))
+    try:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            trial.touch()
-            trial.unlink()
-            fault = "it is a folder" if path.is_dir() else None
-            if path.resolve() == corpus.resolve():
-                fault = "it is the corpus"
+            lock.acquire(timeout=0)  # it makes the folder too
         except OSError as error:
-            fault = error.strerror
-        if fault:
-            raise UserError(f"--out {out}: cannot write {path}: {fault}; choose another name", 2)
+            reason = "another run is training it" if isinstance(error, Timeout) else error.strerror or error
+            raise UserError(f"--out {out}: {reason}; choose another name", 2) from None
+        for path in files:
+            check_writable(path)
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
+            if made and not any(path.exists() for path in files):
+                Path(lock.lock_file).unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
 
 
 def check_not_interrupted(path):
     """Raise UserError when the file at path holds a run that was interrupted: a new one would write over it."""
-    with contextlib.suppress(FileNotFoundError, CheckpointError, KeyError, TypeError):  # no run to lose
-        saved = load_state(path)
+    with contextlib.suppress(FileNotFoundError, store.CheckpointError, KeyError, TypeError):  # no run to lose
+        saved = store.load_state(path)
         done, steps = saved["state"]["step"], saved["parameters"]["steps"]
-        if done < steps:
+        if 0 < done < steps:
             way = f"go on with --resume, or delete {path} to begin anew"
             raise UserError(f"{path} holds a run interrupted after step {done:,} of {steps:,}; {way}", 2)
 
 
 def load_corpus(path):
     """The poems of a corpus file; the Tang poems are prepared if need be. What is odd about them is said."""
+    if path.resolve() == CORPUS:
+        prepare()
     try:
-        if path == CORPUS:
-            prepare()
-        if not path.is_file():
-            raise UserError(f"--corpus {path}: there is no such file", 2)
         poems, remarks = read_poems(path)
-    except CorpusError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"--corpus {path}: {error.strerror}", 2) from None
     except ValueError as error:
         raise UserError(f"--corpus {error}", 2) from None
     for remark in remarks:
-        say(remark, "stderr")
+        notice(remark)
     if not all(any(mark in poem for poem in poems) for mark in "，。"):
-        say("the corpus has no ， or no 。: generate.py will write no forms and no acrostics with it", "stderr")
+        notice("the corpus has no ， or no 。: generate.py will write no forms and no acrostics with it")
     return poems
-
-
-def catch_signals():
-    """Return a function that tells whether Ctrl-C, SIGTERM or SIGHUP has come; a second one ends the run at once."""
-    caught = []
-
-    def note(number, frame):
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, such as a tee that the same Ctrl-C ended
-            os.write(sys.stderr.fileno(), b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
-
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
-            signal.signal(number, note)
-    return lambda: bool(caught)
-
-
-def shell_line(words, windows=os.name == "nt"):
-    """The line that calls Python with these words, quoted for the system's shell."""
-    return (subprocess.list2cmdline if windows else shlex.join)(["python", *words])
 
 
 def main():
     p, args = parse_args()
-    torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    device = store.pick_device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
-    check_files(args.out, args.corpus)
-    if not args.resume:
-        check_not_interrupted(args.out.with_suffix(".resume.pt"))
-    poems = load_corpus(args.corpus)
-    training = Run(p, poems, args.out, device)
-    if args.resume:
-        training.resume()
-    elif args.out.exists():
-        say(f"{args.out} will be replaced at the first evaluation", "stderr")
-    say(f"training on {device} with {args.threads} threads, {len(poems):,} poems")
-    if training.train(stopping=catch_signals()):
-        if signature(args.out) is None or signature(args.out) != training.files[args.out]:
-            raise UserError(f"{args.out} was deleted or changed by another program meanwhile")
-        script = Path(sys.argv[0]).with_name("generate.py")
-        say(f"{args.out} holds the best model; see it: {shell_line([str(script), '--checkpoint', str(args.out)])}")
+    if args.corpus.resolve() != CORPUS and not args.corpus.is_file():
+        raise UserError(f"--corpus {args.corpus}: there is no such file", 2)
+    with store.threads(args.threads), torch.random.fork_rng(devices=[]), claimed(args.out, args.corpus):
+        if not args.resume:
+            check_not_interrupted(args.out.with_suffix(".resume.pt"))
+        poems = load_corpus(args.corpus)
+        training = Training(p, poems, args.out, device)
+        if args.resume:
+            training.resume()
+        elif args.out.exists():
+            notice(f"{args.out} will be replaced at the first evaluation")
+        say(f"training on {device} with {args.threads} threads, {len(poems):,} poems")
+        with caught_signals() as stopping:
+            finished = training.train(stopping)
+    if finished:
+        show = Path(sys.argv[0]).with_name("generate.py")
+        say(f"{args.out} holds the best model; see it: {shell_line([str(show), '--checkpoint', str(args.out)])}")
         return 0
     again = [*(word for word in sys.argv if word != "--resume"), "--resume"]
-    say(f"saved; to go on: {shell_line(again)}" if training.step else "ended before step 1: nothing to save", "stderr")
+    model = "" if args.out.exists() else f"; there is no {args.out} before the first evaluation"
+    notice(f"saved after step {training.step:,}{model}; to go on: {shell_line(again)}")
     return 130
 
 

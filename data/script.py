@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -58,8 +59,8 @@ def check_writable(path):
         with open(temporary, "ab"):
             pass
         temporary.unlink()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            raise OSError("it is a folder or a device")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; it needs {temporary} too", 2) from None
 
@@ -91,13 +92,17 @@ def write_file(path, data):
 
 def out_of_memory(error):
     """Whether error says so; torch has no exception of its own for it on a CPU."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+    said = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", str(error))
+    return bool(said) or isinstance(error, MemoryError)
 
 
-def leave_output():
-    """Let Python end without another word about an output that cannot be written."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def leave(stream):
+    """Write what stream still holds; if that fails, let Python end without another word about it."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(main):
@@ -106,7 +111,7 @@ def run(main):
     Any other exception is a fault of the program, or of an edited constant, and is raised.
     """
     for name in ("stdout", "stderr"):  # UTF-8 on every terminal; a closed one gets nothing
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         setattr(sys, name, stream)
@@ -123,10 +128,11 @@ def run(main):
         elif isinstance(error, RuntimeError):
             raise
         elif isinstance(error, OSError) and error.strerror:
-            if not error.filename:
-                leave_output()
-                if error.errno in NOBODY_READS:  # the reader, such as `head -1`, has enough
-                    return 0
+            if not error.filename and error.errno in NOBODY_READS:  # the reader, such as `head -1`, has enough
+                return 0
             what = f"{error.filename or 'the output'}: {error.strerror}"
         notice(f"{Path(sys.argv[0]).name}: {what}")
         return getattr(error, "status", 1)
+    finally:
+        leave(sys.stdout)
+        leave(sys.stderr)
