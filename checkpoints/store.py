@@ -75,7 +75,8 @@ def load_checkpoint(path, device="cpu"):
         raise CheckpointError(f"{path} is for train.py --resume; name the file without .resume")
     try:
         model = build(GPTConfig(**state["config"]))
-        model.load_state_dict(state["weights"])  # names every missing, unknown or misshapen tensor
+        weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in state["weights"].items()}  # compiled
+        model.load_state_dict(weights)  # names every missing, unknown or misshapen tensor
         vocab, info = Vocabulary(state["chars"]), dict(state["info"])
         if len(vocab) != model.config.vocab_size:
             raise ValueError(f"{len(vocab)} characters, vocab_size {model.config.vocab_size}")

@@ -10,13 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 CORPUS = Path(__file__).resolve().with_name("tang.txt")
-
 FORMS = {"五绝": (5, 4), "七绝": (7, 4), "五律": (5, 8), "七律": (7, 8)}  # characters a line, lines
 PINYIN = {"wujue": "五绝", "qijue": "七绝", "wulv": "五律", "qilv": "七律"}  # as they are typed in Latin letters
-
 # Marks that no Tang poem here has, and the two that stand for them.
 MARKS = {**dict.fromkeys(",;:、；：﹐､", "，"), **dict.fromkeys(".!?！？…．｡", "。")}
-
 
 # Fillers and joiners, which show nothing though Unicode counts them among letters, marks and signs.
 FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
@@ -52,14 +49,6 @@ def converter():
         return str, f"; traditional characters stay, opencc is missing or fails: {error or type(error).__name__}"
 
 
-def simplified(char):
-    """The simplified form of a traditional character; any other character stays as it is."""
-    try:
-        return converter()[0](char)
-    except UnicodeEncodeError:  # a surrogate: Python's stand-in for a byte of an argument that is not UTF-8
-        return char
-
-
 def substitutes(char):
     """Yield what may stand for a typed character that a model does not know, the best first."""
     if char in MARKS:
@@ -68,7 +57,8 @@ def substitutes(char):
         yield ""
     plain = unicodedata.normalize("NFKC", char)  # the letter itself for one from a PDF, such as U+2F08 for 人
     yield from (plain, MARKS.get(plain, plain))
-    yield simplified(plain)  # last, because this loads opencc
+    if plain.isprintable():  # a surrogate, which stands for a byte that is not UTF-8, is not
+        yield converter()[0](plain)  # last, because this loads opencc
 
 
 def in_known_characters(text, known):
@@ -85,13 +75,21 @@ def in_known_characters(text, known):
     return "".join(changes.get(char, char) for char in text), changes
 
 
+def read_file(path):
+    """The bytes of a file. Raises OSError, which names path, as Python's does not for a disk that fails."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def read_poems(path):
     """(poems, remarks) of a corpus file, a poem a line, as `tidy` has it; remarks: a line a kind of thing left out.
 
     Raises OSError, and ValueError for a file that is not UTF-8.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8").removeprefix("\ufeff")
+        text = read_file(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
     text, gone = tidy(text)

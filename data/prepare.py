@@ -29,7 +29,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python data/prepare.py` has data/ there
 
-from data.poems import CORPUS, converter
+from data.poems import CORPUS, converter, read_file
 from data.script import UserError, check_writable, notice, parse, progress, run, say, write_file
 
 SHA256 = "70f39b9a90e28b17350429bd1e0eb6c3748eaffd73f6a3403d112a4af618c8fc"
@@ -47,10 +47,6 @@ FORM = re.compile(
 )
 
 
-class CorpusError(UserError):
-    """The corpus cannot be made, and why, in one line."""
-
-
 def is_corpus(data):
     """Whether data (bytes) is the corpus, to the last byte."""
     return hashlib.sha256(data).hexdigest() == SHA256
@@ -65,36 +61,33 @@ def from_archive(path):
                 if name in FILES and folder in FOLDERS and member.isfile():
                     yield name, archive.extractfile(member).read()
     except (tarfile.TarError, OSError, TypeError) as error:  # TypeError: tarfile's, for a few bytes
-        raise CorpusError(f"{path} is not a whole .tgz archive ({error}); fetch it again") from None
+        raise UserError(f"{path} is no folder and no whole .tgz archive ({error}); fetch it again", 2) from None
 
 
 def from_folder(path):
     """Yield (name, bytes) of each of FILES in a folder, or in one of FOLDERS below it."""
     for folder, _, names in os.walk(path):
-        # By its bytes, so that a Chinese name is known in a locale without Chinese too.
-        known = Path(folder) == path or os.fsencode(Path(folder).name) in [name.encode() for name in FOLDERS]
-        if known and set(FILES) <= set(names):
-            for name in FILES:
-                yield name, (Path(folder) / name).read_bytes()
+        name = os.fsencode(Path(folder).name).decode(errors="replace")  # in a locale without Chinese too
+        if set(FILES) <= set(names) and (name in FOLDERS or Path(folder) == path):
+            yield from ((name, read_file(Path(folder) / name)) for name in FILES)
             return
-    raise CorpusError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone", 2)
+    raise UserError(f"no folder at or below {path} holds {FILES[0]} .. {FILES[-1]}; name a clone", 2)
 
 
 def from_npm(npm):
     """Yield (name, bytes) of each of FILES out of the archive that the npm client fetches (85 MB)."""
     with tempfile.TemporaryDirectory() as folder:
         notice(f"fetching {PACKAGE} with npm (85 MB) ...")
-        command = [npm, "pack", PACKAGE, "--silent"]
-        npm_runs = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        with npm_runs, progress(desc="npm", bar_format="{desc} {elapsed}", leave=False) as bar:
-            while npm_runs.poll() is None:
+        log, command = Path(folder) / "log", [npm, "pack", PACKAGE, "--silent"]
+        with open(log, "wb") as said, progress(desc="npm", bar_format="{desc} {elapsed}", leave=False) as bar:
+            client = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said)
+            while client.poll() is None:
                 bar.refresh()
                 time.sleep(0.2)
-            said = npm_runs.stdout.read().decode("utf-8", errors="replace")
         archives = list(Path(folder).glob("*.tgz"))
         if not archives:
-            reason = (said.strip().splitlines() or ["no archive came"])[-1]
-            raise CorpusError(f"npm pack {PACKAGE} failed: {reason}")
+            reason = log.read_text(encoding="utf-8", errors="replace").strip() or "no archive came"
+            raise UserError(f"npm pack {PACKAGE} failed: {reason.splitlines()[-1]}")
         yield from from_archive(archives[0])
 
 
@@ -105,22 +98,16 @@ def from_github(base=GITHUB):
             with urllib.request.urlopen(base + name, timeout=TIMEOUT) as answer:
                 data = answer.read()
         except (OSError, http.client.HTTPException) as error:
-            raise CorpusError(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
+            raise UserError(f"{base + name}: {error}; try again, or give --source a clone or the archive") from None
         yield name, data
 
 
 def from_anywhere():
-    """Yield (name, bytes) of each of FILES: through the npm client if there is one, else from GitHub.
-
-    npm first, though its archive is three times as big: files on GitHub cannot be reached from
-    everywhere, such as much of China, and npm's mirrors can.
-    """
-    npm = shutil.which("npm")
-    if npm:
+    """Yield (name, bytes) of each of FILES: by the npm client, whose mirrors China can reach, else from GitHub."""
+    if npm := shutil.which("npm"):
         try:
-            yield from from_npm(npm)
-            return
-        except (CorpusError, OSError) as error:
+            return (yield from from_npm(npm))
+        except (UserError, OSError) as error:
             notice(f"{error}; trying GitHub")
     yield from from_github()
 
@@ -132,10 +119,10 @@ def read_texts(members):
         try:
             poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
         except (ValueError, TypeError, KeyError):
-            raise CorpusError(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
+            raise UserError(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
     missing = [name for name in FILES if name not in poems]
     if missing:
-        raise CorpusError(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
+        raise UserError(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
     return [text for name in FILES for text in poems[name]]
 
 
@@ -181,7 +168,7 @@ def prepare(path=CORPUS, source=None):
     """
     path = Path(path)
     with contextlib.suppress(FileNotFoundError):
-        corpus = path.read_bytes()
+        corpus = read_file(path)
         if is_corpus(corpus):
             say(f"{path} is up to date")
             if source is not None:
@@ -191,16 +178,12 @@ def prepare(path=CORPUS, source=None):
         notice(f"{path} is not the corpus ({len(corpus):,} bytes, wrong SHA-256); building it anew")
     convert, failure = converter()
     if failure:
-        raise CorpusError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt{failure}")
+        raise UserError(f"the corpus needs opencc {OPENCC}: pip install -r requirements.txt{failure}")
     check_writable(path)
     if source is None:
         members = from_anywhere()
-    elif Path(source).is_dir():
-        members = from_folder(Path(source))
-    elif Path(source).is_file():
-        members = from_archive(Path(source))
     else:
-        raise CorpusError(f"--source {source}: there is no such folder or file", 2)
+        members = from_folder(Path(source)) if Path(source).is_dir() else from_archive(Path(source))
     texts = read_texts(members)
     poems, dropped = select(map(convert, progress(texts, desc="converting", unit="poem")))
     corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
@@ -212,7 +195,7 @@ def prepare(path=CORPUS, source=None):
         packages = importlib.metadata.packages_distributions().get("opencc", [])  # others have a module opencc too
         found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or "one of no package"
         why = f"is the source another version, or opencc (found {found}, needed {OPENCC})?"
-        raise CorpusError(f"this is not the corpus: its SHA-256 should be {SHA256}; {why}")
+        raise UserError(f"this is not the corpus, with SHA-256 {SHA256}; {why}")
     write_file(path, corpus)
     return corpus
 

@@ -75,9 +75,9 @@ def learn_tones(poems):
     leading eigenvector fits the links best (normalised by degree, found by power iteration), and its
     signs divide them nearly right. Then each character goes where most of its partners send it.
     """
-    pairs = Counter(
-        pair for poem in progress(poems, desc="tones", leave=False) for pair in (*tone_pairs(poem), *end_pairs(poem))
-    )
+    pairs = Counter()
+    for poem in progress(poems, desc="tones", leave=False):
+        pairs.update((*tone_pairs(poem), *end_pairs(poem)))
     if not pairs:
         return {}
     chars = sorted({char for a, b, _ in pairs for char in (a, b)})
@@ -144,7 +144,7 @@ def learn(poems):
 HEADER = "# Tones (平 level, 仄 oblique) and rhyme groups (韵), commonest first: python -m data.prosody wrote {} lines"
 
 
-def write_prosody(prosody, path=PROSODY):
+def write_prosody(prosody, path):
     """Write prosody as a text that a person can read, UTF-8."""
     lines = [f"{tone} " + "".join(char for char, its in prosody.tones.items() if its == tone) for tone in "平仄"]
     lines += [f"韵 {group}" for group in prosody.groups()]
@@ -188,10 +188,8 @@ def scan(poem, prosody):
     """The tones of a poem, ○ for a character without one, and the groups of its rhyme words."""
     tones = "".join(char if char in "，。" else prosody.tones.get(char, "○") for char in poem)
     groups = prosody.groups()
-    words = [
-        f"{char}（{groups[prosody.rhymes[char]][0]}）" if char in prosody.rhymes else char for char in line_ends(poem)
-    ]
-    return f"{tones}  韵：{' '.join(words)}"
+    names = {char: f"{char}（{groups[number][0]}）" for char, number in prosody.rhymes.items()}
+    return f"{tones}  韵：{' '.join(names.get(char, char) for char in line_ends(poem))}"
 
 
 def report(prosody, poems, held_out):
@@ -205,23 +203,21 @@ def report(prosody, poems, held_out):
         tone = Counter(prosody.tones.get(char, "○") for char in group).most_common(1)[0][0]
         print(f"韵 {len(group):>5,} characters, {tone}: {group[:20]}")
     pairs, rhymes = ([kept(poem, prosody) for poem in held_out] for kept in (tones_kept, rhymes_kept))
-    right, total = (sum(column) for column in zip(*pairs, strict=True))
-    rhyming, ends = (sum(column) for column in zip(*rhymes, strict=True))
-    print(f"of the {len(held_out):,} poems held out, {rhyming / ends:.3f} of the line ends rhyme,")
-    print(
-        f"{right / total:.3f} of the tone pairs are right, {sum(a == b for a, b in pairs) / len(pairs):.3f} throughout"
-    )
+    tones, ends = (np.sum(counts, axis=0) for counts in (pairs, rhymes))
+    print(f"of the {len(held_out):,} poems held out, {ends[0] / ends[1]:.3f} of the line ends rhyme,")
+    throughout = np.mean([right == total for right, total in pairs])
+    print(f"{tones[0] / tones[1]:.3f} of the tone pairs are right, {throughout:.3f} throughout")
 
 
 def main():
     parse(argparse.ArgumentParser(description="Learn tones and rhymes from data/tang.txt into data/prosody.txt."))
     if not CORPUS.exists():
         raise UserError(f"no {CORPUS}: python data/prepare.py makes it")
+    check_writable(PROSODY)
     try:
         poems, held_out = split(read_poems(CORPUS)[0])
     except ValueError as error:
         raise UserError(str(error)) from None
-    check_writable(PROSODY)
     prosody = learn(poems)
     if not prosody.tones or not prosody.rhymes or not held_out:
         raise UserError(f"{CORPUS} has no regulated verse to learn from")

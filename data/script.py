@@ -4,7 +4,11 @@ import contextlib
 import errno
 import os
 import re
+import shlex
+import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -103,6 +107,35 @@ def leave(stream):
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """Give a function that tells whether Ctrl-C, SIGTERM or SIGHUP has come; a second one ends the run at once."""
+    caught = []
+
+    def note(number, frame):
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, such as a tee that the same Ctrl-C ended
+            os.write(sys.stderr.fileno(), b"\nfinishing this step, then saving; press Ctrl-C again to leave at once\n")
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP, nohup has it ignored, a thread has none
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def shell_line(words, windows=os.name == "nt"):
+    """The line that calls Python with these words, quoted for the system's shell."""
+    return (subprocess.list2cmdline if windows else shlex.join)(["python", *words])
 
 
 def run(main):

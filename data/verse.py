@@ -26,7 +26,7 @@ IN_FRONT = ("中平", "中仄", "中仄", "中平")
 # The types of the first four lines; the next four are those of the first pattern or the second again.
 # Lines 2 and 3, 4 and 5, 6 and 7 so agree in their even places. In the last two, line 1 rhymes as well.
 PATTERNS = ((0, 1, 2, 3), (2, 3, 0, 1), (3, 1, 2, 3), (1, 3, 0, 1))
-RICH = 24  # five rhyme words, and more of the group than a poem has in other places
+RICH = 24  # five rhyme words, and more of the group than a poem can have before the first of them
 
 
 def poem_template(n_char, n_lines, heads=""):
@@ -105,17 +105,16 @@ class TemplateConstraint:
 
     def __init__(self, templates, chars, prosody=None):
         entries = list(dict.fromkeys(entry for template in templates for entry in template))
-        rhymes = rich_rhymes(prosody, chars) if prosody else ()
-        self.masks = np.array([[may_stand(char, entry, prosody, rhymes) for char in chars] for entry in entries])
-        self.groups = np.array([prosody.rhymes.get(char, -1) if prosody else -1 for char in chars])  # (V,)
+        free = [char if char not in entries or not prosody else "" for char in chars]  # a head stands nowhere else
+        rhymes = rich_rhymes(prosody, free) if prosody else ()
+        kinds = [(chars if isinstance(entry, str) else free, entry) for entry in entries]
+        self.masks = np.array([[may_stand(char, entry, prosody, rhymes) for char in some] for some, entry in kinds])
+        rhyming = [bool(prosody) and may_stand(char, Place.RHYME, prosody, rhymes) for char in free]
+        self.groups = np.array([prosody.rhymes[char] if has else -1 for char, has in zip(free, rhyming, strict=True)])
         self.places = np.array([[entries.index(entry) for entry in template] for template in templates])  # (P, length)
         self.is_rhyme = np.array([entry is Place.RHYME for entry in entries])[self.places]  # (P, length)
         self.is_fixed = np.array([isinstance(entry, str) for entry in entries])[self.places].all(axis=0)  # (length,)
         self.prosody = prosody
-        if prosody:  # a head that is still to come may stand nowhere else
-            heads = [i for i, char in enumerate(chars) if char.isalpha() and char in entries]
-            fixed = [isinstance(entry, str) for entry in entries]
-            self.masks[np.ix_(~np.array(fixed), heads)] = False
 
     def __call__(self, ids):
         written, t = ids[:, 1:], ids.shape[1] - 1  # (B, t)
@@ -125,15 +124,15 @@ class TemplateConstraint:
         fits = self.masks[self.places[:, :t], written[:, None]].all(axis=-1)  # (B, P)
         kinds, row_kinds = np.unique(fits, axis=0, return_inverse=True)  # rows that fit the same templates
         allowed = np.array([self.masks[now[kind]].any(axis=0) for kind in kinds])[row_kinds.ravel()]  # (B, V)
+        words = self.is_rhyme[fits.argmax(axis=1), :t]  # (B, t), of a template that the row fits
+        group = np.where(words, self.groups[written], -1).max(axis=1, initial=-1)[:, None]  # (B, 1), -1: none yet
+        rhyming = (group >= 0) & (self.groups == group)  # (B, V)
         if self.is_rhyme[:, t].any():
-            allowed &= self.rhyming(written, fits)
+            allowed &= rhyming | (group < 0)
+        else:  # the last words of the group are kept for the rhymes to come
+            np.put_along_axis(rhyming, written, False, axis=1)
+            allowed &= ~rhyming | (rhyming.sum(axis=1, keepdims=True) > self.is_rhyme[0, t:].sum())
         return self.without_repeats(allowed, written)
-
-    def rhyming(self, written, fits):
-        """(B, V): what rhymes with the row's earlier rhyme words; all of V while it has none."""
-        words = self.is_rhyme[fits.argmax(axis=1), : written.shape[1]]  # (B, t), of a template that the row fits
-        group = np.where(words, self.groups[written], -1).max(axis=1, initial=-1)  # (B,)
-        return (group[:, None] < 0) | (self.groups == group[:, None])
 
     def without_repeats(self, allowed, written):
         """allowed (B, V) less the characters of written (B, t), but for the last one if it stands alone."""
