@@ -6,9 +6,8 @@
 
 A step learns from poems, each a text of its own between two line breaks, as generation begins and as validation
 measures, and from a few texts that begin anywhere. Whatever chance decides at a step (which texts, dropout)
-follows from the seed and the number of the step alone. So nothing about it has to be saved to resume a run, and
-evaluating more or less often changes nothing. On a CPU with the same number of threads a resumed run ends with
-the same weights, bit for bit.
+follows from the seed and the number of the step alone. So evaluating more or less often changes nothing, and on a
+CPU with the same number of threads a resumed run ends with the same weights, bit for bit.
 """
 
 import argparse
