@@ -192,12 +192,8 @@ def demo_acrostic(model, vocab):
 
 def timed(model, start, n, use_cache):
     """Seconds that n characters after start (1, T) take."""
-    if start.device.type != "cpu":
-        torch.accelerator.synchronize()
     before = time.perf_counter()
-    model.generate(start, n, use_cache=use_cache, generator=seeded())
-    if start.device.type != "cpu":
-        torch.accelerator.synchronize()
+    model.generate(start, n, use_cache=use_cache, generator=seeded()).tolist()  # waits for a GPU too
     return time.perf_counter() - before
 
 
@@ -292,7 +288,7 @@ def normalise_prompt(text, vocab, name, line_break=False):
     return text
 
 
-def first_lines(model, vocab, start, rule, end, generator=None, **knobs):
+def first_lines(model, start, rule, end, **options):
     """Go on from start (n, T), equal rows, to the mark that ends the first line, character `end` -> (n, 1 + end).
 
     Lines are written freely, and those that keep the rule stay (rejection sampling): they are drawn as from
@@ -303,7 +299,7 @@ def first_lines(model, vocab, start, rule, end, generator=None, **knobs):
         start = torch.cat([start, mask.nonzero().expand(len(start), 1)], dim=1)
     rows, kept = start[:1].expand(max(len(start), 16), -1), start.new_empty(0, 1 + end)
     for _ in range(TRIES):
-        ids = model.generate(rows, 1 + end - rows.size(1), generator=generator, **knobs)
+        ids = model.generate(rows, 1 + end - rows.size(1), **options)
         for t in range(rows.size(1), 1 + end):
             allowed = rule(ids[:, :t]).expand(len(ids), -1)  # (rows that are left, V)
             ids = ids[allowed.gather(1, ids[:, t : t + 1])[:, 0]]
@@ -311,8 +307,7 @@ def first_lines(model, vocab, start, rule, end, generator=None, **knobs):
         if len(kept) == len(start):
             return kept
     rest = start[len(kept) :]
-    more = 1 + end - rest.size(1)
-    return torch.cat([kept, model.generate(rest, more, constraint=rule, generator=generator, **knobs)])
+    return torch.cat([kept, model.generate(rest, 1 + end - rest.size(1), constraint=rule, **options)])
 
 
 def template_constraint(templates, vocab, prosody=None):
@@ -373,22 +368,21 @@ def write_poems(model, vocab, args):
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
         notice(f"seed {seed}: --seed {seed} with the same -n writes this again")
-    knobs = {"temperature": args.temperature[0], "top_k": args.top_k, "top_p": args.top_p}
+    knobs = {"temperature": args.temperature[0], "top_k": args.top_k, "top_p": args.top_p, "generator": seeded(seed)}
     if n > 1 and knobs["temperature"] == 0:
         notice(f"temperature 0 always takes the likeliest character: the {n} poems are the same")
-    generator, cut = seeded(seed), 0
+    cut = 0
     for done in progress(range(0, n, BATCH), unit="batch", leave=False) if n > BATCH else [0]:
         start = prompt_ids(model, vocab, prompt, min(BATCH, n - done))
         if first_end > len(prompt):
-            start = first_lines(model, vocab, start, options["constraint"], first_end, generator, **knobs)
-        poems = write(model, vocab, start, generator=generator, **options, **knobs)
+            start = first_lines(model, start, options["constraint"], first_end, **knobs)
+        poems = write(model, vocab, start, **options, **knobs)
         for text, ended in poems:
             tqdm.write(text)  # clear of the bar
+            sys.stdout.flush()
             if args.scan:
-                sys.stdout.flush()
                 notice(scan(text, prosody))
             cut += not ended
-        sys.stdout.flush()
     if cut:
         notice(f"{cut} of {n} had not ended after {options['length']} characters (--max-chars)")
     if args.trace:
@@ -438,7 +432,7 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
     ids, start = prompt_ids(model, vocab, text)[:, : model.config.block_size + 1], 1 + len(prompt)
     with torch.inference_mode():  # one pass gives the logits at every place
         every = model(ids[:, :-1])[0][0, start - 1 :, None]  # (characters after the prompt, 1, V)
-    head = f"{'likeliest that were left, in %':<35} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
+    head = f"{'likeliest left, in %':<26} {'rule left':>9} {'top-k cut':>9} {'top-p cut':>9}"
     notice(f"{'#':>3}         % {'rank':>5} {head}")
     for i, logits in enumerate(every):
         drawn = ids[0, start + i].item()
@@ -452,12 +446,12 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
         for before, after in itertools.pairwise(steps):
             gone = (before > 0) & (after == 0)
             cuts.append(f"{gone.sum():>4} {before[gone].sum():>4.0%}" if gone.any() else "   -    -")
-        best, likeliest = steps[-1][0].topk(min(4, len(vocab)))
+        best, likeliest = steps[-1][0].topk(min(3, len(vocab)))
         chars = [pad(show_char(char), 2) for char in vocab.decode(likeliest)]
         left = " ".join(f"{char}{100 * p:6.1f}" for char, p in zip(chars, best.tolist(), strict=True) if p > 0)
         rank = (logits[0] > logits[0, drawn]).sum().item() + 1
         choice = f"{pad(show_char(vocab.chars[drawn]), 2)} {100 * steps[-1][0, drawn].item():6.1f} {rank:>5}"
-        notice(f"{i + 1:>3} {choice} {pad(left, 35)} {' '.join(cuts)}")
+        notice(f"{i + 1:>3} {choice} {pad(left, 26)} {' '.join(cuts)}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -467,13 +461,12 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
 def bounded(least, most=10**9):
     """An argparse type: a whole number from least to most."""
 
-    def parse(text):
-        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+    def number(text):
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} to {most}")
         return int(text)
 
-    parse.__name__ = "whole number"  # as argparse calls it in "invalid ... value"
-    return parse
+    return number
 
 
 EXAMPLES = """examples:
@@ -513,7 +506,7 @@ def make_parser():
     add = parser.add_argument_group("poems").add_argument
     add("--prompt", metavar="TEXT", help="how the poem begins; it stands after a line break, as in training")
     forms = "  ".join(f"{form} or {latin}" for latin, form in PINYIN.items())
-    add("--form", choices=FORMS, type=lambda text: PINYIN.get(text, text), metavar="FORM",
+    add("--form", choices=[*FORMS, *PINYIN], type=lambda text: PINYIN.get(text, text), metavar="FORM",
         help=f"regulated verse, 4 or 8 lines of 5 or 7 characters with tones and rhymes: {forms}")  # fmt: skip
     add("--loose", action="store_true", help="with --form: keep its shape alone")
     add("--acrostic", metavar="HEADS", help="the first characters of its lines")
@@ -543,11 +536,13 @@ def parse_args(argv=None):
     """The arguments, with args.command one of TAKES; a wrong one ends the program with status 2."""
     parser = make_parser()
     args = parse(parser, argv)
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    unset = argparse.Namespace(**dict.fromkeys(vars(args)))  # so that a default that is typed counts as well
+    given = {name for name, value in vars(parser.parse_args(argv, unset)).items() if value is not None}
     given -= {"checkpoint", "device", "threads"}
     flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)} | {"poem": "poems"}
+    changed = {name for name in given if vars(args)[name] != parser.get_default(name)}
     for one, other in map(str.split, APART):
-        if {one, other} <= given:
+        if {one, other} <= changed:
             parser.error(f"{flags[one]} does not go with {flags[other]}")
     for name in NEEDS.keys() & given:
         if NEEDS[name] not in given:
@@ -585,27 +580,23 @@ def load_model(args):
 def main():
     args = parse_args()
     with threads(args.threads):
-        run_command(args)
-
-
-def run_command(args):
-    model, vocab, name = load_model(args)
-    try:
-        if args.command == "demo":
-            for number in args.demo or DEMOS:
-                DEMOS[number](model, vocab)
-                sys.stdout.flush()
-            print(name)  # last, so that `| head -1` gives the lesson's first line
-        elif args.command == "next":
-            notice(name)
-            print_next(model, vocab, normalise_prompt(args.next, vocab, "--next", line_break=True) or "\n", args)
-        else:
-            notice(name)
-            write_poems(model, vocab, args)
-    except DecodingError as error:
-        raise UserError(f"{args.checkpoint}: {error}") from None
-    except ValueError as error:  # a character that the model lacks, in a form's marks or a corpus
-        raise UserError(str(error), 2) from None
+        model, vocab, name = load_model(args)
+        try:
+            if args.command == "demo":
+                for number in args.demo or DEMOS:
+                    DEMOS[number](model, vocab)
+                    sys.stdout.flush()
+                print(name)  # last, so that `| head -1` gives the lesson's first line
+            elif args.command == "next":
+                notice(name)
+                print_next(model, vocab, normalise_prompt(args.next, vocab, "--next", line_break=True) or "\n", args)
+            else:
+                notice(name)
+                write_poems(model, vocab, args)
+        except DecodingError as error:
+            raise UserError(f"{args.checkpoint}: {error}") from None
+        except ValueError as error:  # a character that the model lacks, in a form's marks or a corpus
+            raise UserError(str(error), 2) from None
 
 
 if __name__ == "__main__":

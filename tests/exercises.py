@@ -57,8 +57,9 @@ def ask(function, *arguments):
     except NotImplementedError:
         raise UserError(f"not tried yet: write {function.__name__} in tests/exercises.py") from None
     except (Exception, SystemExit) as error:  # whatever a first attempt may do
-        line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else 0
-        raise UserError(f"wrong: {function.__name__} fails in line {line}: {error!r}") from None
+        inside = error.__traceback__.tb_next
+        where = f"in line {inside.tb_lineno}" if inside else "when it is called"
+        raise UserError(f"wrong: {function.__name__} fails {where}: {error!r}") from None
 
 
 def check_top_p(keep, examples):
@@ -96,7 +97,7 @@ def write_keeping(model, vocab, keep, value):
         if not running.any():
             break
         probs = probabilities(model(ids)[0][:, -1], temperature=generate.HOT)  # (EX1_POEMS, V)
-        kept = torch.stack([ask(keep, row, value) for row in probs])
+        kept = torch.stack([ask(keep, row.clone(), value) for row in probs])
         counts += kept[running].sum(dim=1).tolist()
         ids = torch.cat([ids, sample(probs.log(), generator, allowed=kept)[:, None]], dim=1)
     texts = [vocab.decode(row).partition("\n") for row in ids[:, 1:].tolist()]
