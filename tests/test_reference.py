@@ -63,10 +63,8 @@ def test_cached_steps_equal_the_reference_step_by_step(model):
     weights, n_head = numpy_weights(model), model.config.n_head
     ids = texts(model)[-1][:40]
     whole = reference.logits(weights, n_head, ids)
-    ours, theirs = (
-        [KVCache(model.config, 1, len(ids), model.wte.weight) for _ in model.h],
-        reference.new_cache(weights, n_head),
-    )
+    ours = [KVCache(model.config, 1, len(ids), model.wte.weight) for _ in model.h]
+    theirs = reference.new_cache(weights, n_head)
     for start, end in [(0, 3), (3, 8), *((t, t + 1) for t in range(8, len(ids)))]:
         logits = model(torch.tensor(ids[start:end])[None], caches=ours, start=start)[0][0].numpy()
         step = reference.logits(weights, n_head, ids[start:end], theirs, start)
