@@ -46,7 +46,7 @@ def converter():
         convert("漢")  # so that it fails here, if it does
         return convert, ""
     except Exception as error:  # opencc raises several kinds
-        return str, f"; traditional characters stay, opencc is missing or fails: {error or type(error).__name__}"
+        return str, f"; traditional characters stay, opencc is missing or fails: {str(error) or type(error).__name__}"
 
 
 def substitutes(char):

@@ -54,12 +54,16 @@ def is_corpus(data):
 
 def from_archive(path):
     """Yield (name, bytes) of each of FILES in a .tgz, read as a stream; nothing is extracted."""
+    missing = set(FILES)
     try:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
                 *_, folder, name = ("", *member.name.split("/"))
                 if name in FILES and folder in FOLDERS and member.isfile():
                     yield name, archive.extractfile(member).read()
+                    missing.discard(name)
+        if missing:  # tarfile takes a cut between two members for the end
+            raise tarfile.ReadError(f"{len(missing)} of {len(FILES)} files are missing")
     except (tarfile.TarError, OSError, TypeError) as error:  # TypeError: tarfile's, for a few bytes
         raise UserError(f"{path} is no folder and no whole .tgz archive ({error}); fetch it again", 2) from None
 
@@ -120,9 +124,6 @@ def read_texts(members):
             poems[name] = ["".join(poem["paragraphs"]) for poem in json.loads(data)]
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{name} is not a file of poems: it begins {data[:40]!r}") from None
-    missing = [name for name in FILES if name not in poems]
-    if missing:
-        raise UserError(f"the source lacks {len(missing)} of {len(FILES)} files, {missing[0]} first")
     return [text for name in FILES for text in poems[name]]
 
 
@@ -160,13 +161,13 @@ def report(corpus):
     say(f"SHA-256 {hashlib.sha256(corpus).hexdigest()}")
 
 
-def prepare(path=CORPUS, source=None):
-    """Make sure that path holds the corpus, and return it (bytes): build it unless it is there, whole and right.
+def prepare(path=None, source=None):
+    """Make sure that path (CORPUS) holds the corpus, and return it (bytes): build it unless it is there, and right.
 
     source: a folder or the .tgz archive; without it, npm or GitHub. The figures go to stdout, progress to stderr.
     Raises UserError when the corpus cannot be made; path is then as it was.
     """
-    path = Path(path)
+    path = Path(path or CORPUS)
     with contextlib.suppress(FileNotFoundError):
         corpus = read_file(path)
         if is_corpus(corpus):
