@@ -89,7 +89,7 @@ def acrostic_rule(vocab, heads, n_char):
     # lesson: acrostic poems, constrained decoding
     banned = torch.tensor([not char.isalpha() for char in vocab.chars])  # marks and the line break
     marks = [*("，。"[i % 2] for i in range(len(heads) - 1)), "。"]
-    forced = {char: torch.arange(len(vocab)) == vocab.ids[char] for char in (*heads, *marks)}
+    forced = {char: torch.arange(len(vocab)) == vocab.encode(char)[0] for char in (*heads, *marks)}
 
     def allowed(ids):
         line, place = divmod(ids.size(1) - 1, n_char + 1)  # after the line break that every poem begins with
@@ -300,10 +300,10 @@ def first_lines(model, start, rule, end, **options):
     rows, kept = start[:1].expand(max(len(start), 16), -1), start.new_empty(0, 1 + end)
     for _ in range(TRIES):
         ids = model.generate(rows, 1 + end - rows.size(1), **options)
+        fits = torch.ones_like(ids[:, 0], dtype=torch.bool)  # (rows,)
         for t in range(rows.size(1), 1 + end):
-            allowed = rule(ids[:, :t]).expand(len(ids), -1)  # (rows that are left, V)
-            ids = ids[allowed.gather(1, ids[:, t : t + 1])[:, 0]]
-        kept = torch.cat([kept, ids])[: len(start)]
+            fits &= rule(ids[:, :t]).expand(len(ids), -1).gather(1, ids[:, t : t + 1])[:, 0]
+        kept = torch.cat([kept, ids[fits]])[: len(start)]
         if len(kept) == len(start):
             return kept
     rest = start[len(kept) :]
@@ -414,17 +414,19 @@ def print_next(model, vocab, text, args):
     logits, knobs = next_logits(model, vocab, text), {"top_k": args.top_k, "top_p": args.top_p}
     columns = [probabilities(logits, temperature=t, **knobs)[0] for t in args.temperature]  # (V,) each
     ids = logits[0].topk(min(args.top, len(vocab))).indices
+    heads = [f"T={t:g}" for t in args.temperature]
+    width = max(8, 1 + max(map(len, heads)))
     if len(columns) > 1:
-        print(" " * 7 + "".join(f"{f'T={t:g}':>8}" for t in args.temperature))
+        print(" " * 7 + "".join(f"{head:>{width}}" for head in heads))
     for i, char in enumerate(vocab.decode(ids)):
         shares = [probs[ids[i]].item() for probs in columns]
-        shown = "".join(f"{100 * p:7.1f}%" if p else f"{'-':>8}" for p in shares)
+        shown = "".join(f"{f'{100 * p:.1f}%' if p else '-':>{width}}" for p in shares)
         bars = "" if len(columns) > 1 else " " + bar(shares[0] / columns[0].max().item())
         print(f"{i + 1:>4} {pad(show_char(char), 2)}{shown}{bars}".rstrip())
     rest = [max(0.0, 1 - probs[ids].sum().item()) for probs in columns]
-    print(f"{'others':<7}" + "".join(f"{100 * p:7.1f}%" for p in rest))
+    print(f"{'others':<7}" + "".join(f"{100 * p:{width - 1}.1f}%" for p in rest))
     if any(knobs.values()):
-        print(f"{'left':<7}" + "".join(f"{(probs > 0).sum():8,}" for probs in columns))
+        print(f"{'left':<7}" + "".join(f"{(probs > 0).sum():{width},}" for probs in columns))
 
 
 def print_trace(model, vocab, prompt, text, rule=None, **knobs):
