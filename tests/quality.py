@@ -1,10 +1,11 @@
 """How good the poems of a trained model are, free and in the forms: one table.
 
     python tests/quality.py                                     # checkpoints/pretrained.pt
-    python tests/quality.py --checkpoint FILE --poems 2000
+    python tests/quality.py --checkpoint FILE [FILE ...] --poems 2000
 
 Tones and rhymes are those of data/prosody.txt, learned from the training poems. The measure is measured too: it
-counts only if validation poems rhyme by it and characters paired by chance do not.
+counts only if validation poems rhyme by it and characters paired by chance do not. The stream is the validation
+poems joined by line breaks: its windows begin anywhere and are longer than any poem.
 """
 
 import argparse
@@ -15,18 +16,23 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file only
+from checkpoints.store import CHECKPOINTS, load_checkpoint
 from data.poems import CORPUS, FORMS, read_poems, split
 from data.prosody import line_ends, lines_of, read_prosody, rhymes_kept, tones_kept
+from data.script import UserError, parse, progress, run
 from data.verse import choose_templates
-from generate import template_constraint, write
-from gpt import UserError, load_checkpoint, run
-from train import validation_batches, validation_loss
+from generate import bounded, first_lines, next_logits, pad, prompt_ids, template_constraint, write
+from gpt import probabilities
+from train import texts_of, validation_loss
 
 TEMPERATURES = (0.5, 0.8, 1.0)  # of free poems; those in a form have the second
 BATCH = 64
+MOST_CHARS = 100  # of a free poem
+WINDOWS, WINDOW, PLACES = 300, 128, 32  # windows of the stream, their characters, and those of one cell
 SEED = 1
 LEAST_REAL, MOST_RANDOM = 0.94, 0.08  # the rhyme rates between which the measure counts
 FORM = re.compile("|".join(f"(?:[^，。]{{{n}}}，[^，。]{{{n}}}。){{{lines // 2}}}" for n, lines in FORMS.values()))
@@ -34,57 +40,58 @@ FORM = re.compile("|".join(f"(?:[^，。]{{{n}}}，[^，。]{{{n}}}。){{{lines 
 
 def write_poems(model, vocab, n, form=None, temperature=0.8, prosody=None):
     """The texts of n poems, free or in a form, the same ones every time."""
-    options = {}
+    knobs = {"temperature": temperature, "generator": torch.Generator().manual_seed(SEED)}
+    rule, length, poems = None, MOST_CHARS, []
     if form:
-        templates, _ = choose_templates(form, {}, prosody)
-        options = {"rule": template_constraint(templates, vocab, prosody), "length": len(templates[0])}
-        options["first_line"] = FORMS[form][0]
-    generator, poems = torch.Generator().manual_seed(SEED), []
-    while len(poems) < n:
-        batch = min(BATCH, n - len(poems))
-        poems += write(model, vocab, n=batch, temperature=temperature, generator=generator, **options)
+        templates, _ = choose_templates(form, {}, prosody, vocab.chars)
+        rule, length = template_constraint(templates, vocab, prosody), len(templates[0])
+    for done in progress(range(0, n, BATCH), desc=form or f"T = {temperature}", leave=False):
+        start = prompt_ids(model, vocab, n=min(BATCH, n - done))
+        if form:
+            start = first_lines(model, start, rule, FORMS[form][0] + 1, **knobs)
+        poems += write(model, vocab, start, length, constraint=rule, **knobs)
     return [text for text, _ in poems]
 
 
 def nats(model, vocab, poems):
     """Mean cross-entropy in nats a character of poems, each between two line breaks."""
-    return validation_loss(model, validation_batches(poems, vocab))
+    return validation_loss(model, texts_of(poems, vocab, model.config.block_size))
+
+
+@torch.inference_mode()
+def stream_losses(model, vocab, poems):
+    """{places of a window of the stream: mean loss in nats a character}."""
+    windows = vocab.encode("\n".join(poems))[0].unfold(0, WINDOW + 1, WINDOW)[:WINDOWS]  # (windows, 1 + characters)
+    losses = [F.cross_entropy(model(x[:, :-1])[0].mT, x[:, 1:], reduction="none") for x in windows.split(16)]
+    places = torch.cat(losses).mean(dim=0)  # (characters,)
+    cells = [(i, i + PLACES) for i in range(0, WINDOW, PLACES)] + [(WINDOW // 2, WINDOW)]
+    return {f"{first} to {end - 1}": f"{places[first:end].mean():.3f}" for first, end in cells}
 
 
 def measure(poems, prosody, known, model, vocab):
     """The figures of some poems; all but the first are of those that have an exact form."""
     formed = [poem for poem in poems if FORM.fullmatch(poem)]
+    if not formed:
+        return {"exact form": "0.000"}
     tones, rhymes = ([kept(poem, prosody) for poem in formed] for kept in (tones_kept, rhymes_kept))
     ends = [Counter(line_ends(poem)) for poem in formed]
     letters = [Counter(re.sub(r"(.)\1", r"\1", re.sub("[，。]", "", poem))) for poem in formed]  # 悠悠 counts once
     lines = [line for poem in formed for line in lines_of(poem)]
 
-    def share(flags):
-        return f"{sum(flags) / max(1, len(flags)):.3f}"
-
-    def ratio(pairs):
-        right, total = (sum(column) for column in zip(*pairs, strict=True))
-        return f"{right / max(1, total):.3f}"
+    def share(right, total=None):
+        return f"{right / (total or len(formed)):.3f}"
 
     return {
-        "exact form": f"{len(formed) / len(poems):.3f}",
-        "tone pairs right": ratio(tones),
-        "poems regulated throughout": share([right == total for right, total in tones]),
-        "line ends that rhyme": ratio(rhymes),
-        "poems with a rhyme word twice": share([max(count.values()) > 1 for count in ends]),
-        "poems with some character twice": share([max(count.values()) > 1 for count in letters]),
+        "exact form": share(len(formed), len(poems)),
+        "tone pairs right": share(*map(sum, zip(*tones, strict=True))),
+        "poems regulated throughout": share(sum(right == total for right, total in tones)),
+        "line ends that rhyme": share(*map(sum, zip(*rhymes, strict=True))),
+        "poems with a rhyme word twice": share(sum(max(count.values()) > 1 for count in ends)),
+        "poems with some character twice": share(sum(max(count.values()) > 1 for count in letters)),
         "different characters": f"{len(set(''.join(formed))):,}",
-        "lines that are in the training poems": f"{sum(line in known for line in lines) / max(1, len(lines)):.4f}",
+        "lines that are in the training poems": f"{sum(line in known for line in lines) / len(lines):.4f}",
         "nats a character": f"{nats(model, vocab, formed):.3f}",
     }
-
-
-def after_spring_wind(model, vocab):
-    """(probability, rank) of 。 after 春风 alone."""
-    with torch.no_grad():
-        probs = model(vocab.encode("春风"))[0][0, -1].softmax(dim=-1)
-    p = probs[vocab.ids["。"]]
-    return p.item(), int((probs > p).sum()) + 1
 
 
 def check_measure(prosody, held_out):
@@ -100,29 +107,40 @@ def check_measure(prosody, held_out):
     return chance
 
 
+def table(model, vocab, n, prosody, known, held_out):
+    """{name of a row: its cells}."""
+    kinds = {"held out": held_out}
+    kinds |= {f"T = {t}": write_poems(model, vocab, n, temperature=t) for t in TEMPERATURES}
+    kinds |= {form: write_poems(model, vocab, n, form, prosody=prosody) for form in FORMS}
+    columns = {name: measure(poems, prosody, known, model, vocab) for name, poems in kinds.items()}
+    rows = {"": columns} | {name: [c.get(name, "-") for c in columns.values()] for name in columns["held out"]}
+    probs = probabilities(next_logits(model, vocab, "春风"))[0]  # (V,)
+    p = probs[vocab.ids["。"]]
+    places = stream_losses(model, vocab, held_out)
+    return rows | {
+        "probability of 。 after 春风, its rank": [f"{p:.3f}", f"{(probs > p).sum() + 1}"],
+        "validation loss, nats a character": [f"{nats(model, vocab, held_out):.4f}"],
+        "places in a window of the stream": places.keys(),
+        "loss there": places.values(),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description="How good the poems of a trained model are.")
-    shipped = ROOT / "checkpoints" / "pretrained.pt"
-    parser.add_argument("--checkpoint", type=Path, default=shipped, metavar="FILE", help="the model (default: shipped)")
-    parser.add_argument("--poems", type=int, default=500, metavar="N", help="of each kind (default: 500)")
-    args = parser.parse_args()
-    model, vocab, _ = load_checkpoint(args.checkpoint)
+    add, shipped = parser.add_argument, [CHECKPOINTS / "pretrained.pt"]
+    add("--checkpoint", type=Path, nargs="+", default=shipped, metavar="FILE", help="the models (default: shipped)")
+    add("--poems", type=bounded(1), default=500, metavar="N", help="of each kind (default: 500)")
+    args = parse(parser)
     prosody = read_prosody()
     training, held_out = split(read_poems(CORPUS)[0])
     known = {line for poem in training for line in lines_of(poem)}
     chance = check_measure(prosody, held_out)
-    kinds = {"held out": held_out}
-    kinds |= {f"T = {t}": write_poems(model, vocab, args.poems, temperature=t) for t in TEMPERATURES}
-    kinds |= {form: write_poems(model, vocab, args.poems, form, prosody=prosody) for form in FORMS}
-    columns = {name: measure(poems, prosody, known, model, vocab) for name, poems in kinds.items()}
-    rows = {"": columns, **{name: [c[name] for c in columns.values()] for name in columns["held out"]}}
-    p, rank = after_spring_wind(model, vocab)
-    rows["rhyme of random pairs"] = [f"{chance:.3f}"]
-    rows["probability of 。 after 春风, its rank"] = [f"{p:.3f}", rank]
-    rows["validation loss"] = [f"{nats(model, vocab, held_out):.4f}"]
-    for name, cells in rows.items():
-        width = 40 - sum(char > "\u2e80" for char in name)  # these take two places on a screen
-        print(name.ljust(width) + "".join(str(cell).rjust(10 - sum(c > "\u2e80" for c in str(cell))) for cell in cells))
+    for path in args.checkpoint:
+        model, vocab, _ = load_checkpoint(path)
+        print(f"{path}: {args.poems:,} poems of each kind, {len(held_out):,} held out; random pairs rhyme {chance:.3f}")
+        for name, cells in table(model, vocab, args.poems, prosody, known, held_out).items():
+            texts = (str(cell).rjust(10 - sum(c > "\u2e80" for c in str(cell))) for cell in cells)  # two columns each
+            print(pad(name, 40) + "".join(texts), flush=True)
 
 
 if __name__ == "__main__":
