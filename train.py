@@ -293,9 +293,9 @@ class Training:
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
                 store.save_checkpoint(self.out, self.model, self.vocab, info)
                 self.best = loss
-            self.save()
             lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
             write_file(self.log_path, "".join(lines).encode("utf-8"))
+            self.save()  # last: once it is there, this evaluation is not made again
 
     @contextlib.contextmanager
     def going_on(self):
@@ -414,9 +414,9 @@ def claimed(out, corpus):
             check_writable(path)
         yield
     finally:
-        lock.release()
         with contextlib.suppress(OSError):  # a folder that is not empty stays
-            if made and not any(path.exists() for path in files):
+            if lock.is_locked:
+                lock.release()
                 Path(lock.lock_file).unlink(missing_ok=True)
             for folder in made:
                 folder.rmdir()

@@ -1,0 +1,674 @@
+"""A training run as a whole: its steps, what is on the disk at any moment, and how it stops and goes on."""
+
+import errno
+import io
+import math
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import ROOT, posix
+from small_run import (
+    POEMS,
+    SIGNALS,
+    SMALL,
+    at_call,
+    command,
+    contents,
+    everything,
+    flags,
+    log_rows,
+    parameters,
+    same,
+    send,
+    some_poems,
+    stop_after,
+    train_run,
+)
+
+import train
+from checkpoints import store
+from checkpoints.store import CheckpointError, load_checkpoint, load_state
+from data import script
+from data.script import UserError
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "made" / "gpt.pt"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "poems.txt"
+    path.write_bytes("".join(poem + "\n" for poem in POEMS).encode())
+    return path
+
+
+@pytest.fixture
+def arguments(corpus, out):
+    """The command line of a small run of 5 steps that is evaluated after 2, 4 and 5."""
+    return [*flags(), "--corpus", corpus, "--out", out]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All that the unbroken small run leaves."""
+    out = tmp_path_factory.mktemp("whole") / "gpt.pt"
+    assert train_run(out)
+    return everything(out)
+
+
+def held(out):
+    return load_state(out.with_suffix(".resume.pt"))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Steps and evaluations
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(0, 2), (1, 0), (1, 1), (3, 0), (3, 2), (4, 2)])
+def test_exactly_so_many_steps(steps, interval, out, monkeypatch, capsys):
+    """N steps train N - 1 or N + 1, the last is not evaluated and saved, or no step at all has a training loss."""
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: rates.append([g["lr"] for g in self.param_groups]) or step(self)
+    )
+    losses, learn = [], train.learn
+    monkeypatch.setattr(train, "learn", lambda *args: losses.append(learn(*args)) or losses[-1])
+    changes = {"steps": steps, "eval_interval": interval, "warmup": 2}
+    assert train_run(out, **changes)
+    p = parameters(**changes)
+    assert rates == [[p.adam_lr * train.lr_factor(n, p)] * 2 for n in range(steps)]
+    saved = held(out)
+    assert saved["state"]["step"] == load_checkpoint(out)[2]["step"] == steps
+    assert all(its["step"] == steps for its in saved["optimizers"][1]["state"].values())
+    evaluated = [*range(interval, steps, interval or 1), steps] if interval else [steps]
+    rows, begun = log_rows(out), 0
+    assert rows[0] == ["step", "training_loss", "validation_loss", "learning_rate"]
+    for row, end in zip(rows[1:], evaluated, strict=True):
+        mean = f"{sum(losses[begun:end]) / (end - begun):.4f}" if steps else ""
+        assert row[:2] == [str(end), mean]
+        assert not steps or float(row[3]) == pytest.approx(p.muon_lr * train.lr_factor(end - 1, p))
+        begun = end
+    said = capsys.readouterr().out
+    assert ("nothing was trained" in said) == (steps == 0)
+    assert "nan" not in said + out.with_suffix(".log.csv").read_text(encoding="utf-8")
+    characters = sum(len(text) - 1 for n in range(steps) for text in train.step_texts(texts_of_poems(p), p, n))
+    assert saved["state"]["characters"] == characters
+
+
+def texts_of_poems(p):
+    return train.Training(p, POEMS, ROOT / "none.pt").texts
+
+
+def test_evaluations_change_nothing(tmp_path, whole):
+    """Evaluating more often, less often or never trains other weights, since it draws from the same chance."""
+    for interval in (0, 1, 3):
+        assert train_run(tmp_path / f"{interval}.pt", eval_interval=interval)
+        run = held(tmp_path / f"{interval}.pt")
+        assert same([run["model"], run["optimizers"]], [whole["run"]["model"], whole["run"]["optimizers"]])
+
+
+def test_dropout_follows_from_the_seed_and_the_step(tmp_path, monkeypatch, whole):
+    """Each step leaves out the same, or dropout, or the first weights, depend on what drew before, or on no seed."""
+    torch.rand(3)
+    states, learn = set(), train.learn
+    monkeypatch.setattr(train, "learn", lambda *args: states.add(bytes(torch.get_rng_state())) or learn(*args))
+    assert train_run(tmp_path / "again.pt")
+    assert len(states) == 5
+    assert same(everything(tmp_path / "again.pt"), whole)
+    first = [train.Training(parameters(seed=seed), POEMS, tmp_path / "m.pt").model.wte.weight for seed in (1, 2, 1)]
+    assert torch.equal(first[0], first[2])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_training_learns(out):
+    """The weights do not move, or move away: the loss after some steps is no better than before the first."""
+    poems = some_poems(30, 4)
+    training = train.Training(parameters(steps=40, batch_size=8, dropout=0.0, eval_interval=0), poems, out)
+    before = train.validation_loss(training.model, training.validation)
+    assert training.train()
+    assert training.best < before - 0.3
+
+
+def test_worse_is_not_best(out, monkeypatch, capsys):
+    """A worse model replaces the best one, or after --resume the first evaluation counts as the best."""
+    losses = iter([3.0, 2.0, 2.0, 2.5])
+    monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
+    train_run(out, stop_after(5), steps=8)
+    assert train_run(out, resume=True, steps=8)
+    info = load_checkpoint(out)[2]
+    assert (info["step"], info["val_loss"]) == (4, 2.0)
+    assert [row[2] for row in log_rows(out)[1:]] == ["3.0000", "2.0000", "2.0000", "2.5000"]
+    assert capsys.readouterr().out.count("not the best") == 2
+
+
+def test_what_a_model_says_of_itself(out):
+    """A model does not say how it was trained, or holds a value of a kind that only some systems can read."""
+    assert train_run(out)
+    info = load_checkpoint(out)[2]
+    assert info["parameters"] == SMALL
+    assert info.keys() == {"step", "val_loss", "seconds", "parameters", "torch"}
+    assert {type(value) for value in [*info.values(), *info["parameters"].values()]} == {int, float, str, dict}
+
+
+@pytest.mark.parametrize(("which", "at"), [("training", 4), ("validation", 2)])
+def test_a_loss_of_nan_stops(which, at, out, monkeypatch):
+    """A NaN is trained on or saved over the last good model, or the step, or the way to begin anew, is not named."""
+    name, function, calls = {"training": "learn", "validation": "validation_loss"}[which], None, []
+    function = getattr(train, name)
+    monkeypatch.setattr(train, name, lambda *args: calls.append(1) or (function(*args) if len(calls) < at else math.nan))
+    with pytest.raises(UserError, match=rf"step 4: the {which} loss is nan; delete .*resume.pt .*lower.*last good") as e:
+        train_run(out)
+    assert e.value.status == 1
+    assert load_checkpoint(out)[2]["step"] == 2
+    monkeypatch.setattr(train, name, lambda *args: math.inf)
+    with pytest.raises(UserError, match="loss is inf") as e:
+        train_run(out.with_name("new.pt"))
+    assert "last good" not in str(e.value)
+    assert not out.with_name("new.pt").exists()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_stopped_at_every_step(out, whole):
+    """A run stopped before each step, the first and the last among them, ends otherwise than the unbroken one."""
+    finished = train_run(out, stop_after(0))
+    stops = [held(out)["state"]["step"]]
+    while not finished:
+        torch.rand(len(stops))  # another process has another past
+        finished = train_run(out, stop_after(1), resume=True)
+        stops.append(held(out)["state"]["step"])
+    assert stops == [0, 1, 2, 3, 4, 5]
+    assert same(everything(out), whole)
+    before = contents(out.parent)
+    assert train_run(out, resume=True)  # nothing is left to do
+    assert same(everything(out), whole)
+    out.unlink()
+    assert train_run(out, resume=True)  # what somebody deleted is written again
+    assert load_checkpoint(out)[2]["step"] == 5
+    assert contents(out.parent).keys() == before.keys()
+
+
+@pytest.mark.parametrize(("owner", "name", "calls"), [(train, "validation_loss", 3), (script.os, "replace", 12)])
+def test_ended_in_every_evaluation_and_every_save(owner, name, calls, tmp_path, whole, monkeypatch):
+    """A run that ends in the middle of an evaluation or of a save loses steps, or goes on otherwise."""
+
+    def end():
+        raise KeyboardInterrupt
+
+    for number in range(1, calls + 1):
+        out = tmp_path / str(number) / "gpt.pt"
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, number, end)
+            with pytest.raises(KeyboardInterrupt):
+                train_run(out)
+        started = out.with_suffix(".resume.pt").exists()
+        assert started or number == 1
+        if name == "validation_loss":
+            assert held(out)["state"]["step"] == (2, 4, 5)[number - 1]
+        assert not list(out.parent.glob("*.tmp"))
+        assert train_run(out, resume=started)
+        assert same(everything(out), whole)
+    assert len(list(tmp_path.iterdir())) == calls
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that was stopped after step 3."""
+    out = tmp_path_factory.mktemp("stopped") / "gpt.pt"
+    assert not train_run(out, stop_after(3))
+    return out.parent
+
+
+@pytest.mark.parametrize("name", train.PARAMETERS)
+def test_resume_with_another_parameter(name, stopped, tmp_path):
+    """A run goes on with one of its parameters changed, or may not have more steps or other evaluations."""
+    out = shutil.copytree(stopped, tmp_path / "made") / "gpt.pt"
+    value = SMALL[name] + (1 if type(SMALL[name]) is int else 0.1)
+    training = train.Training(parameters(**{name: value}), POEMS, out)
+    if name in ("steps", "eval_interval"):
+        training.resume()
+        assert training.step == 3
+    else:
+        with pytest.raises(UserError) as error:
+            training.resume()
+        assert error.value.status == 2
+        assert f"--{train.flag(name)} is {value}, but" in str(error.value)
+        assert str(error.value).endswith(f"began with {SMALL[name]}")
+
+
+def test_resume_with_another_corpus(stopped, tmp_path):
+    """A run goes on with other poems, be it with the same characters in another order."""
+    out = shutil.copytree(stopped, tmp_path / "made") / "gpt.pt"
+    for poems in (POEMS[::-1], POEMS[1:], [POEMS[0].replace("，", "！"), *POEMS[1:]]):
+        with pytest.raises(UserError, match="--corpus is a text of checksum .* began with a text of checksum"):
+            train_run(out, resume=True, poems=poems)
+
+
+def test_more_steps_and_fewer(stopped, tmp_path, monkeypatch, capsys):
+    """More steps raise the learning rate without a word, or fewer than are done end as if all were well."""
+    out = shutil.copytree(stopped, tmp_path / "made") / "gpt.pt"
+    with pytest.raises(UserError, match="--steps is 2, but the run in .* has done 3; give it more"):
+        train_run(out, resume=True, steps=2)
+    capsys.readouterr()
+    train_run(out, stop_after(0), resume=True)
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")] == [
+        "resuming after step 3 of 5"
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 2)
+        assert train_run(out, resume=True, steps=9)
+    said = capsys.readouterr().out
+    assert "the run had --threads 1: with another number" in said
+    assert "--steps was 5, now it is 9: the learning rate goes from 70% to 74% of its peak" in said
+    assert train_run(out, resume=True, steps=9)
+    assert "learning rate goes" not in capsys.readouterr().out
+
+
+def test_optimizer_state_lies_with_its_weights(stopped, tmp_path):
+    """After --resume an optimizer begins anew, or its state lies on another device or with another weight."""
+    out = shutil.copytree(stopped, tmp_path / "made") / "gpt.pt"
+    training = train.Training(parameters(), POEMS, out)
+    training.resume()
+    assert same([optimizer.state_dict() for optimizer in training.optimizers], held(out)["optimizers"])
+    for optimizer in training.optimizers:
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            state = [value for value in optimizer.state[weight].values() if value.ndim]
+            assert state
+            assert all(value.shape == weight.shape and value.device == weight.device for value in state)
+
+
+def test_resume_with_a_wrong_file(arguments, out, capsys):
+    """A missing, damaged or foreign .resume.pt ends in a traceback, starts a new run, or is written over."""
+    assert command(*arguments, "--resume") == 2
+    assert f"{out.with_suffix('.resume.pt')} is not there: no run was interrupted" in capsys.readouterr().err
+    assert not out.parent.exists()
+    train_run(out, stop_after(3))
+    path, good = out.with_suffix(".resume.pt"), out.with_suffix(".resume.pt").read_bytes()
+    for data in (b"", good[: len(good) // 2], out.read_bytes()):
+        path.write_bytes(data)
+        assert command(*arguments, "--resume") == 1
+        assert capsys.readouterr().err.startswith(f"train.py: {path} ")
+        assert path.read_bytes() == data
+
+
+def test_an_interrupted_run_is_not_written_over(arguments, stopped, out, capsys):
+    """The same command without --resume, and the run that was interrupted is lost; or a finished run bars the way."""
+    shutil.copytree(stopped, out.parent)
+    before, path = contents(out.parent), out.with_suffix(".resume.pt")
+    assert command(*arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{path} holds a run interrupted after step 3 of 5; go on with --resume, or delete {path}" in said
+    assert contents(out.parent) == before
+    for state in (b"no run", {}, {"state": None}, {"state": {"step": 1}, "parameters": [1]}):
+        path.write_bytes(state) if isinstance(state, bytes) else store.save_state(path, state)
+        train.check_not_interrupted(path)
+    path.unlink()
+    for _ in range(2):  # a finished run is in nobody's way
+        assert command(*arguments) == 0
+        assert f"{out} will be replaced at the first evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
+def test_a_run_that_cannot_be_read_is_not_written_over(error, arguments, stopped, out, monkeypatch):
+    """A .resume.pt that cannot be read just now is taken for none, and a new run begins over it."""
+    shutil.copytree(stopped, out.parent)
+
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(store, "load_state", fail)
+    assert command(*arguments) == 1
+    assert contents(out.parent) == contents(stopped)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where the files go
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--out", "."],
+        ["--out", "m.resume.pt"],
+        ["--out", "m.txt"],
+        ["--out", ""],
+        ["--out", "folder.pt"],
+        ["--out", "taken.pt"],
+        ["--out", "x" * 245 + ".pt"],  # short enough, but not with what is put to it
+        ["--out", "new/" + "x" * 300 + ".pt"],
+        ["--out", "poems.txt/m.pt"],
+        ["--out", "/proc/self/m.pt"],
+        ["--out", "text.pt", "--corpus", "text.pt"],
+        ["--out", "text.pt", "--corpus", "folder.pt/../text.pt"],
+        ["--out", "text.pt", "--corpus", "text.log.csv"],
+        ["--out", "text.pt", "--corpus", "text.resume.pt"],
+        ["--out", ROOT / "checkpoints" / "pretrained.pt"],
+        ["--device", "nonsense"],
+        ["--n-head", 3],
+    ],
+)
+def test_refused_before_any_work(given, arguments, corpus, monkeypatch, capsys):
+    """A place that cannot be written is found at the first save, the corpus or the shipped model is written over."""
+    folder = corpus.parent
+    monkeypatch.chdir(folder)
+    (folder / "folder.pt").mkdir()
+    (folder / "taken.log.csv").mkdir()
+    for name in ("text.pt", "text.log.csv", "text.resume.pt"):
+        shutil.copy(corpus, folder / name)
+    before = sorted(folder.rglob("*"))
+    if "--n-head" not in given:
+        monkeypatch.delattr(train, "read_poems")
+    assert command(*arguments, *given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ")
+    assert error.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_input_then_place_then_corpus(arguments, out, monkeypatch):
+    """The corpus is fetched for minutes before the place is found unwritable, or a second run fetches it too."""
+    seen, read = [], train.load_corpus
+    lock = out.with_name(".gpt.pt.lock")
+    monkeypatch.setattr(train, "load_corpus", lambda path: seen.append(lock.exists()) or read(path))
+    assert command(*arguments) == 0
+    assert seen == [True]
+
+
+def test_a_second_run_on_one_out(arguments, out, whole, monkeypatch, capsys):
+    """Two runs write to one file, or the second ends the first, waits for it, or takes its lock or folder away."""
+    ends, read = [], train.load_corpus
+
+    def second():
+        monkeypatch.setattr(train, "load_corpus", None)
+        for more in ([], ["--resume"]):
+            ends.append(command(*arguments, *more))
+            ends.append(capsys.readouterr().err)
+        monkeypatch.setattr(train, "load_corpus", read)
+
+    at_call(monkeypatch, train, "learn", 1, second)  # before the first save
+    at_call(monkeypatch, train, "learn", 4, second)
+    assert command(*arguments) == 0
+    assert ends[::2] == [2] * 4
+    assert set(ends[1::2]) == {f"train.py: --out {out}: another run is training it; choose another name\n"}
+    assert same(everything(out), whole)
+    assert command(*arguments) == 0  # the lock is free again
+
+
+def test_a_live_runs_half_written_file_is_left_alone(arguments, out, monkeypatch, whole):
+    """A file's time or inode is taken for its identity: a touch, or a copy put back, ends a run."""
+
+    def touch():
+        path = out.with_suffix(".resume.pt")
+        shutil.copy(path, path.with_name("copy"))
+        os.replace(path.with_name("copy"), path)
+        os.utime(path, (0, 0))
+        os.utime(out)
+
+    at_call(monkeypatch, train, "learn", 4, touch)
+    assert command(*arguments) == 0
+    assert same(everything(out), whole)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Signals
+
+PLACES = {"step": (train, "learn", 3, 3), "evaluation": (train, "validation_loss", 2, 4), "save": (os, "fsync", 5, 4)}
+
+
+@posix
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_stops_and_saves(number, place, arguments, out, whole, monkeypatch, capsys):
+    """A signal in a step, an evaluation or a save loses work, or the printed command does not go on from it."""
+    *call, step = PLACES[place]
+    handlers = {n: signal.signal(n, lambda *_: None) for n in SIGNALS}  # the tests may run under nohup
+    try:
+        with monkeypatch.context() as patch:
+            at_call(patch, *call, lambda: send(number))
+            assert command(*arguments) == 130
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+    said = capsys.readouterr().err
+    assert f"saved after step {step}; to go on: python train.py" in said
+    assert held(out)["state"]["step"] == step
+    _, _, *again = shlex.split(said.partition("to go on: ")[2])
+    assert command(*again) == 0
+    assert same(everything(out), whole)
+
+
+def test_a_stop_before_the_first_evaluation(arguments, out, monkeypatch, capsys):
+    """A run that is stopped early names a model that is not there, or its line to go on has --resume twice."""
+    for resume in ([], ["--resume"]):
+        with monkeypatch.context() as patch:
+            at_call(patch, train, "learn", 1, lambda: send(signal.SIGINT))
+            assert command(*arguments, "--eval-interval", 0, *resume) == 130
+        said = capsys.readouterr().err
+        assert f"there is no {out} before the first evaluation" in said
+        assert said.split().count("--resume") == 1
+        assert said.endswith("--resume\n")
+    assert command(*arguments, "--resume") == 0
+    said = capsys.readouterr().out
+    assert f"{out} holds the best model; see it: python generate.py --checkpoint {out}\n" in said
+
+
+@posix
+@pytest.mark.parametrize("place", [("step", 4), ("evaluation", 2), ("save", 6)])
+def test_a_second_signal_leaves_at_once(place, arguments, stopped, out, monkeypatch, capsys):
+    """A second Ctrl-C is waited out, ends in a traceback, or leaves half a file in place of the old one."""
+    call = PLACES[place[0]][:2]
+    shutil.copytree(stopped, out.parent)
+    before = contents(out.parent)
+    at_call(monkeypatch, *call, 1 if place[0] != "save" else 1, lambda: send(signal.SIGINT, signal.SIGINT))
+    assert command(*arguments, "--resume") == 130
+    after = contents(out.parent)
+    assert after.keys() == before.keys()
+    assert place[0] == "evaluation" or before.items() <= after.items()
+    assert held(out)["state"]["step"] == (4 if place[0] == "evaluation" else 3)
+    assert "saved after" not in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_corpus_is_read(arguments, out, monkeypatch, capsys):
+    """Ctrl-C before the first step waits for a step, is a traceback, or leaves a folder behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        at_call(monkeypatch, train, "read_poems", 1, lambda: send(signal.SIGINT))
+        assert command(*arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == ""
+    assert not out.parent.exists()
+
+
+@posix
+def test_nohup(arguments, out, monkeypatch):
+    """The run ends with the terminal though it was started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_call(monkeypatch, train, "learn", 2, lambda: send(signal.SIGHUP))
+        assert command(*arguments) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_main_in_a_thread(arguments, out, whole):
+    """A notebook or a server that calls main in a thread is told that signals work in the main thread only."""
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(command(*arguments)))
+    thread.start()
+    thread.join()
+    assert ends == [0]
+    assert same(everything(out), whole)
+
+
+def in_child(action):
+    """The exit status of action() in a process of its own; minus the signal, if one ended it."""
+    child = os.fork()
+    if not child:
+        status = 99
+        try:
+            status = action()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@posix
+@pytest.mark.slow
+def test_killed_at_any_moment(arguments, out, whole, monkeypatch):
+    """Kill -9 in a save or an evaluation leaves half a file, a lock, or a run that cannot go on and loses steps."""
+    killed = 0
+    for owner, name, number in [(os, "replace", n) for n in (2, 5, 8)] + [(os, "fsync", n) for n in (1, 2, 3, 4)] * 2:
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, number, lambda: send(signal.SIGKILL))
+            resume = ["--resume"] if out.with_suffix(".resume.pt").exists() else []
+            killed += in_child(lambda: command(*arguments, *resume)) == -signal.SIGKILL  # noqa: B023
+        for path in out.parent.glob("*.pt"):
+            load_state(path)
+    with monkeypatch.context() as patch:  # told to end, and 5 seconds later killed: the shutdown of a machine
+        at_call(patch, train, "validation_loss", 1, lambda: send(signal.SIGTERM, signal.SIGKILL))
+        killed += in_child(lambda: command(*arguments, "--resume")) == -signal.SIGKILL
+    assert killed > 3
+    assert command(*arguments, "--resume") == 0
+    assert same(everything(out), whole)
+    assert contents(out.parent).keys() == {"gpt.log.csv", "gpt.pt", "gpt.resume.pt"}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Disks and terminals
+
+
+@pytest.mark.parametrize("name", ["gpt.pt", "gpt.resume.pt", "gpt.log.csv"])
+def test_a_disk_that_is_full_for_a_while(name, out, monkeypatch, capsys):
+    """A save that fails once ends half an hour of training, or what was not saved counts as the best."""
+    replace, refused = os.replace, [1]
+
+    def sometimes(source, target):
+        if refused and target.name == name:
+            raise OSError(errno.ENOSPC, f"No space left {refused.pop()}")
+        replace(source, target)
+
+    losses = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(train, "validation_loss", lambda *args: next(losses))
+    monkeypatch.setattr(script.os, "replace", sometimes)
+    assert train_run(out)
+    notices = capsys.readouterr().err.splitlines()
+    assert notices == [f"cannot write {out.with_name(name)}: No space left 1; going on, the next evaluation saves again"]
+    info, saved = load_checkpoint(out)[2], held(out)["state"]
+    assert (info["val_loss"], saved["best"]) == ((2.0, 2.0) if name == "gpt.pt" else (1.0, 1.0))
+    assert [row[0] for row in log_rows(out)[1:]] == ["2", "4", "5"]
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal of a legacy code page that keeps what it is sent."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO(), encoding="cp1252", write_through=True)
+
+    def isatty(self):
+        return True
+
+    def text(self):
+        return self.buffer.getvalue().decode("utf-8")
+
+
+@posix
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_full_disk_at_the_last_save(stop, arguments, stopped, out, monkeypatch):
+    """A full disk at the end is a traceback or a line in the middle of the bar, destroys the old file, or is no error."""
+    shutil.copytree(stopped, out.parent)
+    before, terminal = contents(out.parent), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    if stop:
+        at_call(monkeypatch, train, "learn", 1, lambda: send(signal.SIGINT))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert command(*arguments, "--resume", *([] if stop else ["--eval-interval", 0])) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = terminal.text().splitlines()[-1].rpartition("\r")[2]
+    assert last == f"train.py: cannot write {out.with_suffix('.resume.pt')}: File too large"
+    assert "saved after" not in terminal.text()
+    assert contents(out.parent) == before
+
+
+def test_the_bar(arguments, stopped, out, monkeypatch, capsys):
+    """A bar has signs that a code page lacks, is wider than the terminal, or begins a resumed run at 0."""
+    shutil.copytree(stopped, out.parent)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "24")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(train, "LOG_SECONDS", -1)
+    assert command(*arguments, "--resume") == 0
+    bars = [part for part in terminal.text().replace("\n", "\r").split("\r") if "%|" in part]
+    assert bars[0].startswith(" 60%|")
+    assert "3/5 [" in bars[0]
+    assert bars[-1].startswith("100%|")
+    assert all(bar.isascii() and len(bar) <= 40 for bar in bars), bars
+    assert "left" not in capsys.readouterr().out  # lines of progress are for a file
+
+
+def test_progress_in_a_file(out, monkeypatch):
+    """A log in a file has a bar in it, is silent for half an hour, or its lines wait in a buffer when a run is killed."""
+    log, written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), []
+    monkeypatch.setattr(sys, "stdout", log)
+    monkeypatch.setattr(train, "LOG_SECONDS", -1)
+
+    def stopping():
+        written.append(log.buffer.getvalue().decode())
+        return False
+
+    assert train_run(out, stopping)
+    lines = [text.splitlines()[-1].split("  ") for text in written[1:] if text.splitlines()[-1].endswith("left")]
+    assert [line[0] for line in lines] == ["step 1/5", "step 3/5"]  # after 2 and 4 comes an evaluation
+    assert all(line[1].startswith("loss 3.") and line[2].endswith(" characters/s") for line in lines)
+    assert "\nstep 2/5  training loss 3." in written[2]
+    assert not any(sign in written[-1] for sign in "\r%")
+    monkeypatch.setattr(train, "LOG_SECONDS", 999)
+    log.truncate(0)
+    assert train_run(out)
+    assert "left" not in log.buffer.getvalue().decode()
+
+
+@pytest.mark.parametrize("name", ["update", "set_postfix_str"])
+def test_a_terminal_that_is_gone(name, out, monkeypatch):
+    """The bar or the log of a terminal that was closed, or of a reader that left, ends the training."""
+
+    def fail(*args, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(train.tqdm, name, fail)
+    gone = io.StringIO()
+    gone.write = fail
+    monkeypatch.setattr(sys, "stdout", gone)
+    assert train_run(out)
+
+
+@pytest.mark.slow
+def test_the_command_itself(tmp_path, corpus):
+    """Python train.py > log 2>&1 draws a bar, or dies of a poem in a legacy code page, or of its folder."""
+    given = [*flags(), "--corpus", "poems.txt", "--out", "new/m.pt", "--device", "cpu", "--threads", "1"]
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252", "LC_ALL": "C", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "wb") as log:
+        words = [sys.executable, ROOT / "train.py", *given]
+        done = subprocess.run(words, stdout=log, stderr=log, env=environment, cwd=tmp_path)
+    assert done.returncode == 0
+    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "training on cpu with 1 threads, 11 poems"
+    assert [line.split()[1] for line in lines[1:7:2]] == ["2/5", "4/5", "5/5"]
+    assert all(set(line.strip()) <= set("".join(POEMS)) and line.strip() for line in lines[2:7:2])
+    assert len(lines) == 8
