@@ -1,7 +1,8 @@
 """How fast the model writes and learns, beside other ways to do the same with the same weights, on the CPU.
 
-    python tests/benchmark.py decode     # the lesson's loop, ours with and without the cache, and other programs
-    python tests/benchmark.py train      # a training step in both forms of the loss
+    python tests/benchmark.py decode             # the lesson's loop, ours with and without the cache, other programs
+    python tests/benchmark.py decode --chart     # also the time by length as a mermaid chart
+    python tests/benchmark.py train              # where the time of a training step goes
 
 transformers, and llama.cpp (packages llama-cpp-python and gguf), take part where they are installed. Contenders take
 turns, round by round, so that whatever else the machine does falls on all of them alike. Each is warmed up first;
@@ -11,6 +12,7 @@ quoted are the median of the rounds, the shortest and the longest, and for a rat
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import math
 import statistics
 import sys
@@ -27,17 +29,20 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file only
-from gpt import GPT, GPTConfig, UserError, load_checkpoint, run
-from train import make_optimizers, parse_args
+from checkpoints.store import CHECKPOINTS, load_checkpoint, threads
+from data.poems import CORPUS, read_poems, split
+from data.script import UserError, notice, parse, progress, run
+from generate import bounded
+from gpt import GPT, GPTConfig, Vocabulary
+from train import batches, learn, make_optimizers, parse_args, step_texts, texts_of
 
-PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
-VOCAB_SIZE = 6289  # of random weights, where there is no checkpoint
+PRETRAINED = CHECKPOINTS / "pretrained.pt"
+VOCAB_SIZE = 6289  # of random weights and texts, where there is no checkpoint or no corpus
 ROUNDS, FEW_ROUNDS = 11, 5  # of short measurements, and of those that take seconds
 LENGTHS = (32, 64, 120)  # characters of a single text
 BATCHES, BATCH_LENGTH = (1, 3, 16, 64), 64
-LONG_BLOCK, LONG, SHORT = 512, 500, 100
-BATCH_SIZE = 32  # texts in a training step
-PREFIX = 100  # characters of a prompt that 64 poems share
+LONG_BLOCK, LONG_LENGTHS = 512, (100, 200, 300, 400, 500)
+MATRIX = 2048  # rows and columns of the product that a training step is held against
 LARGEST_DIFFERENCE = 1e-2  # between our logits and llama.cpp's, before their speeds are compared
 
 
@@ -103,15 +108,8 @@ def as_gpt2(model):
     import transformers
 
     c = model.config
-    config = transformers.GPT2Config(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_embd=c.n_embd,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {name: getattr(c, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
+    config = transformers.GPT2Config(**sizes, n_positions=c.block_size, bos_token_id=None, eos_token_id=None)
     other = transformers.GPT2LMHeadModel(config)
     # GPT-2 stores its matrices (in, out); embeddings, and so the head, are the same way round in both.
     weights = {
@@ -233,15 +231,13 @@ def check_llama_cpp(llama, model, first):
         ours = model(ids)[0][0].numpy()  # (T, V)
     difference = np.abs(llama.logits(ids[0].tolist()) - ours).max()
     if not difference <= LARGEST_DIFFERENCE:
-        raise UserError(
-            f"llama.cpp's logits differ from ours by {difference:.3g}; at most {LARGEST_DIFFERENCE} is right"
-        )
+        raise UserError(f"llama.cpp's logits differ from ours by {difference:.3g}, more than {LARGEST_DIFFERENCE}")
 
 
 def installed(*packages):
     missing = [name for name in packages if not importlib.util.find_spec(name)]
     if missing:
-        print(f"not installed, so left out: {', '.join(missing)}", file=sys.stderr)
+        notice(f"not installed, so left out: {', '.join(missing)}")
     return not missing
 
 
@@ -278,25 +274,24 @@ def decoders(model, first, llama):
 # ---------------------------------------------------------------------------------------------------
 # What is measured. `decode` and `train` return (which model it was measured on, tables, ratios).
 # tables: (title, {(name of the row, name of the column): the numbers of all rounds})
-# ratios: {name: (value, what it should be)}
+# ratios: (name, seconds or rates of all rounds, the same of what they are divided by, what it should be)
 
 
 def take_turns(contenders, rounds):
     """{name: function} -> {name: the seconds of each round}."""
     seconds = {name: [] for name in contenders}
-    for turn in range(-1, rounds):  # turn -1 is the warm-up
-        for name, function in contenders.items():
-            begin = time.perf_counter()
-            function()
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - begin)
+    turns = list(itertools.product(range(-1, rounds), contenders.items()))  # turn -1 is the warm-up
+    for turn, (name, function) in progress(turns, leave=False):
+        begin = time.perf_counter()
+        function()
+        if turn >= 0:
+            seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
-def milliseconds(measured, unit):
-    """The title and the rows of a table in milliseconds."""
-    rows = {(name, f"{n} {unit}"): [1e3 * s for s in seconds] for (name, n), seconds in measured.items()}
-    return "milliseconds", rows
+def milliseconds(measured):
+    """{(row, column): seconds of all rounds} -> the same in milliseconds."""
+    return {names: [1e3 * s for s in seconds] for names, seconds in measured.items()}
 
 
 def ratio(a, b):
@@ -305,98 +300,106 @@ def ratio(a, b):
 
 def decode():
     model, first, which = load()
-    prompt, most, rows = torch.tensor([[first]]), LENGTHS[-1], BATCHES[-1]
+    prompt, most, rows = torch.tensor([[first]]), f"{LENGTHS[-1]} characters", BATCHES[-1]
     llama = LlamaCpp(model, torch.get_num_threads()) if installed("llama_cpp", "gguf") else None
     if llama:
         check_llama_cpp(llama, model, first)
 
     contenders = decoders(model, first, llama)
-    single = take_turns({(name, n): partial(write, n) for n in LENGTHS for name, write in contenders.items()}, ROUNDS)
+    alone = {(name, f"{n} characters"): partial(write, n) for n in LENGTHS for name, write in contenders.items()}
+    single = take_turns(alone, ROUNDS)
 
     batched = {("ours", B): partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES}
     if llama:
         batched["llama.cpp", rows] = partial(llama.writer(first, rows, BATCH_LENGTH), BATCH_LENGTH)
-    batches = take_turns(batched, FEW_ROUNDS)
+    many = take_turns(batched, FEW_ROUNDS)
+    rates = {(name, f"{B} at once"): [B * BATCH_LENGTH / s for s in its] for (name, B), its in many.items()}
 
     torch.manual_seed(0)
     large = GPT(GPTConfig(model.config.vocab_size, block_size=LONG_BLOCK)).eval()
-    long = take_turns(
-        {
-            ("ours", SHORT): partial(large.generate, prompt, SHORT),
-            ("ours", LONG): partial(large.generate, prompt, LONG),
-            ("ours, no cache", LONG): partial(large.generate, prompt, LONG, use_cache=False),
-        },
-        FEW_ROUNDS,
-    )
+    ways = {"without the cache (steep)": False, "with it (flat)": True}
+    both = itertools.product(LONG_LENGTHS, ways.items())
+    by_length = {(f"{n}", way): partial(large.generate, prompt, n, use_cache=cache) for n, (way, cache) in both}
+    long = take_turns(by_length, FEW_ROUNDS)
 
-    prompts = torch.randint(model.config.vocab_size, (rows, PREFIX), generator=seeded())
-    waits = take_turns(
-        {
-            ("one prompt for all", PREFIX): partial(model.generate, prompts[:1].expand(rows, -1), 1),
-            ("prompts that differ", PREFIX): partial(model.generate, prompts, 1),
-        },
-        FEW_ROUNDS,
-    )
-
-    rates = {(name, f"{B} at once"): [B * BATCH_LENGTH / s for s in its] for (name, B), its in batches.items()}
     tables = [
-        milliseconds(single, "characters"),
+        ("milliseconds", milliseconds(single)),
         (f"characters a second, {BATCH_LENGTH} each", rates),
-        milliseconds(long, f"of {LONG_BLOCK}"),
-        milliseconds(waits, f"read, {rows} written"),
+        (f"Milliseconds, block_size {LONG_BLOCK}", milliseconds(long)),
     ]
-    ours, lesson = single["ours", most], single["the lesson's loop", most]
-    ratios = {f"the lesson's loop / ours, {most} characters": (ratio(lesson, ours), "at least 2.3")}
+    ours, longest, name = single["ours", most], f"{LONG_LENGTHS[-1]}", f"block_size {LONG_BLOCK}"
+    ratios = [
+        (f"the lesson's loop / ours, {most}", single["the lesson's loop", most], ours, "at least 1.8"),
+        (f"one by one / {rows} at once", [rows * s for s in many["ours", 1]], many["ours", rows], "at least 7"),
+        (f"no cache / cache, {name}, {longest} characters", *(long[longest, way] for way in ways), "at least 7"),
+    ]
     if "transformers" in contenders:
-        name = f"transformers / ours, {most} characters"
-        ratios[name] = ratio(single["transformers", most], ours), "at least 3.0"
+        ratios.append((f"transformers / ours, {most}", single["transformers", most], ours, "at least 2.6"))
     if llama:
-        ratios[f"ours / llama.cpp, {most} characters"] = ratio(ours, single["llama.cpp", most]), "at most 1.5"
-        both = batches["llama.cpp", rows], batches["ours", rows]
-        ratios[f"llama.cpp / ours, {rows} at once"] = ratio(*both), "at least 2"
-    one_by_one = [rows * seconds for seconds in batches["ours", 1]]
-    ratios |= {
-        f"one by one / {rows} at once": (ratio(one_by_one, batches["ours", rows]), "at least 7"),
-        f"no cache / cache, block_size {LONG_BLOCK}, {LONG} characters": (
-            ratio(long["ours, no cache", LONG], long["ours", LONG]),
-            "at least 7",
-        ),
-        f"prompts that differ / one for all, first of {rows}": (
-            ratio(waits["prompts that differ", PREFIX], waits["one prompt for all", PREFIX]),
-            "at least 4",
-        ),
-    }
+        ratios.append((f"ours / llama.cpp, {most}", ours, single["llama.cpp", most], "at most 1.5"))
+        ratios.append((f"llama.cpp / ours, {rows} at once", many["llama.cpp", rows], many["ours", rows], "at least 2"))
     return which, tables, ratios
 
 
 def train():
     p = parse_args([])[0]
-    config = GPTConfig(VOCAB_SIZE)
-    x, y = torch.randint(VOCAB_SIZE, (2, BATCH_SIZE, config.block_size), generator=seeded())
-    losses = {
-        "logits, then F.cross_entropy": lambda model: F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten()),
-        "ours, F.linear_cross_entropy": lambda model: model(x, y)[1],
+    texts, vocab_size, which = load_texts(p)
+    torch.manual_seed(p.seed)
+    model = GPT(GPTConfig(vocab_size)).train()
+    muon, adam = make_optimizers(model, p)
+    theirs = torch.optim.Muon(muon.param_groups[0]["params"], lr=0.0)  # in bfloat16; it moves nothing
+    some, square = step_texts(texts, p, 0), torch.randn(MATRIX, MATRIX)
+    characters = sum(len(text) - 1 for text in some)
+
+    def last():
+        adam.step()
+        model.zero_grad()
+
+    def with_all_logits():
+        for x, y in batches(some):
+            F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten()).backward()
+        model.zero_grad()
+
+    contenders = {
+        "texts": lambda: step_texts(texts, p, 0),
+        "forward and backward": lambda: learn(model, some),
+        "Muon": muon.step,
+        "torch.optim.Muon": theirs.step,
+        "AdamW": last,
+        "F.cross_entropy": with_all_logits,
+        "product": lambda: square @ square,
     }
+    seconds = {name: np.array(its) for name, its in take_turns(contenders, ROUNDS).items()}
+    parts = {name: seconds[name] for name in ("texts", "forward and backward", "Muon", "AdamW")}
+    parts["a step"] = step = sum(parts.values())
+    table = milliseconds({(name, "milliseconds"): its for name, its in parts.items()})
+    table |= {(name, "% of a step"): 100 * its / step for name, its in parts.items()}
 
-    def stepper(loss):
-        torch.manual_seed(0)
-        model = GPT(config).train()
-        optimizers = make_optimizers(model, p)
-
-        def step():
-            loss(model).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return step
-
-    seconds = take_turns({name: stepper(loss) for name, loss in losses.items()}, FEW_ROUNDS)
-    rates = {
-        (name, f"{BATCH_SIZE} x {config.block_size}"): [x.numel() / s for s in its] for name, its in seconds.items()
+    # As is usual: 6 for each character and each weight of a matrix; attention and Muon, a tenth more, do not count.
+    weights = sum(weight.numel() for weight in (model.wte.weight, *model.h.parameters()) if weight.ndim == 2)
+    gflops, most = 6e-9 * weights * characters / step, 2e-9 * MATRIX**3 / seconds["product"]
+    speed = {
+        ("a step", "characters a second"): characters / step,
+        ("a step", "GFLOP a second"): gflops,
+        (f"{MATRIX} x {MATRIX}, float32", "GFLOP a second"): most,
     }
-    ratios = {"F.cross_entropy / F.linear_cross_entropy": (ratio(*seconds.values()), "at least 1.3")}
-    return "random weights and characters", [("characters a second", rates)], ratios
+    in_16_bits, logits = step - parts["Muon"] + seconds["torch.optim.Muon"], seconds["F.cross_entropy"]
+    ratios = [
+        ("a step with torch.optim.Muon / with ours", in_16_bits, step, "about 1; more without bfloat16 instructions"),
+        ("forward, backward: F.cross_entropy / ours", logits, parts["forward and backward"], "at least 1.1"),
+        ("GFLOP a second: a step / the large product", gflops, most, "at least 0.5"),
+    ]
+    return f"{which}, {characters:,} characters a step", [("where the time goes", table), ("speed", speed)], ratios
+
+
+def load_texts(p):
+    """(texts to learn from, characters known, which they are): Tang poems, or random ids where there is no corpus."""
+    if not CORPUS.exists():
+        texts = torch.randint(VOCAB_SIZE, (1000, 50), generator=seeded())
+        return list(texts), VOCAB_SIZE, "random characters, as there is no data/tang.txt"
+    poems = read_poems(CORPUS)[0]
+    vocab = Vocabulary("".join(sorted({"\n"}.union(*poems))))
+    return texts_of(split(poems)[0], vocab, p.block_size), len(vocab), "Tang poems"
 
 
 def load():
@@ -428,23 +431,39 @@ def cell(its):
     return f"{middle} ({least} to {most})"
 
 
+def show_chart(title, measured):
+    """The medians as a chart in mermaid: a place on the x-axis for each row, a line for each column."""
+    x, names = (list(dict.fromkeys(part)) for part in zip(*measured, strict=True))
+    lines = [[round(statistics.median(measured[row, name])) for row in x] for name in names]
+    print("\n```mermaid\nxychart-beta")
+    print(f'    title "{title}: {", ".join(names)}"')
+    print('    x-axis "characters" [' + ", ".join(f'"{row}"' for row in x) + "]")
+    print(f'    y-axis "milliseconds" 0 --> {max(map(max, lines))}')
+    for line in lines:
+        print(f"    line {line}")
+    print("```")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["decode", "train"], help="writing, or a training step")
+    parser.add_argument("--chart", action="store_true", help="with decode: a mermaid chart of the time by length")
     what = "of torch and llama.cpp; NumPy has its own, OMP_NUM_THREADS (default: %(default)s)"
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help=what)
-    args = parser.parse_args()
-    if args.threads < 1:
-        parser.error(f"--threads {args.threads}: at least 1")
-    torch.set_num_threads(args.threads)
-    which, tables, ratios = {"decode": decode, "train": train}[args.what]()
-    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-    print(f"{args.what}: {which}; {threads}, torch {torch.__version__}; median (least to most)")
+    parser.add_argument("--threads", type=bounded(1, 1024), default=1, metavar="N", help=what)
+    args = parse(parser)
+    if args.chart and args.what != "decode":
+        parser.error("--chart goes with decode")
+    with threads(args.threads):
+        which, tables, ratios = {"decode": decode, "train": train}[args.what]()
+    number = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(f"{args.what}: {which}; {number}, torch {torch.__version__}; median (least to most)")
     for table in tables:
         show_table(*table)
     print()
-    for name, (value, target) in ratios.items():
-        print(f"{name:<56}{value:>10.2f}   {target}")
+    for name, above, below, target in ratios:
+        print(f"{name:<56}{ratio(above, below):>10.2f}   {target}")
+    if args.chart:
+        show_chart(*tables[-1])
 
 
 if __name__ == "__main__":
