@@ -164,8 +164,7 @@ def report(corpus):
 def prepare(path=None, source=None):
     """Make sure that path (CORPUS) holds the corpus, and return it (bytes): build it unless it is there, and right.
 
-    source: a folder or the .tgz archive; without it, npm or GitHub. The figures go to stdout, progress to stderr.
-    Raises UserError when the corpus cannot be made; path is then as it was.
+    source: a folder or the .tgz archive; without it, npm or GitHub. Raises UserError; path is then as it was.
     """
     path = Path(path or CORPUS)
     with contextlib.suppress(FileNotFoundError):
@@ -184,7 +183,7 @@ def prepare(path=None, source=None):
     if source is None:
         members = from_anywhere()
     else:
-        members = from_folder(Path(source)) if Path(source).is_dir() else from_archive(Path(source))
+        members = (from_folder if Path(source).is_dir() else from_archive)(Path(source))
     texts = read_texts(members)
     poems, dropped = select(map(convert, progress(texts, desc="converting", unit="poem")))
     corpus = "".join(poem + "\n" for poem in poems).encode("utf-8")
@@ -203,8 +202,9 @@ def prepare(path=None, source=None):
 
 def main():
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
-    what = f"a clone of chinese-poetry, a folder with its 58 files, or the .tgz of {PACKAGE} (default: fetch it)"
-    parser.add_argument("--source", type=Path, metavar="PATH", help=what)
+    parser.add_argument(
+        "--source", metavar="PATH", help="a clone, a folder with the 58 files or the .tgz; else fetched"
+    )
     prepare(source=parse(parser).source)
 
 

@@ -69,12 +69,6 @@ def may_stand(char, entry, prosody=None, rhymes=()):
     return prosody.tones.get(char) == entry.value
 
 
-def takes(template, given, prosody, rhymes):
-    """Whether a poem that fits the template can have the characters of given, {place: character}."""
-    words = {prosody.rhymes.get(char) for place, char in given.items() if template[place] is Place.RHYME}
-    return len(words) < 2 and all(may_stand(char, template[i], prosody, rhymes) for i, char in given.items())
-
-
 def choose_templates(form, given, prosody, chars):
     """(templates, what they do not keep) for the name of a form and characters that are given, {place: character}.
 
@@ -88,10 +82,14 @@ def choose_templates(form, given, prosody, chars):
         found = f"{tones['平']} level and {tones['仄']} oblique characters, {len(rhymes)} rhymes of {RICH} characters"
         raise ValueError(f"the model knows too few characters for {form}: {found}; --loose keeps its shape alone")
     rhymed = [Place.RHYME if after == "。" else entry for entry, after in zip(shape, [*shape[1:], ""], strict=True)]
+
+    def takes(template):
+        words = {prosody.rhymes.get(char) for i, char in given.items() if template[i] is Place.RHYME}
+        return len(words) < 2 and all(may_stand(char, template[i], prosody, rhymes) for i, char in given.items())
+
     for templates, lost in ((regulated_templates(*FORMS[form]), ""), ([rhymed], "tones"), ([shape], "tones and rhyme")):
-        templates = [template for template in templates if takes(template, given, prosody, rhymes)]
-        if templates:
-            return templates, lost
+        if fitting := list(filter(takes, templates)):
+            return fitting, lost
     raise ValueError(f"no poem of the form {form} has {given}")
 
 
