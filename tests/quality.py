@@ -61,10 +61,11 @@ def nats(model, vocab, poems):
 @torch.inference_mode()
 def stream_losses(model, vocab, poems):
     """{places of a window of the stream: mean loss in nats a character}."""
-    windows = vocab.encode("\n".join(poems))[0].unfold(0, WINDOW + 1, WINDOW)[:WINDOWS]  # (windows, 1 + characters)
+    size = min(WINDOW, model.config.block_size)
+    windows = vocab.encode("\n".join(poems))[0].unfold(0, size + 1, size)[:WINDOWS]  # (windows, size + 1)
     losses = [F.cross_entropy(model(x[:, :-1])[0].mT, x[:, 1:], reduction="none") for x in windows.split(16)]
-    places = torch.cat(losses).mean(dim=0)  # (characters,)
-    cells = [(i, i + PLACES) for i in range(0, WINDOW, PLACES)] + [(WINDOW // 2, WINDOW)]
+    places = torch.cat(losses).mean(dim=0)  # (size,)
+    cells = [(i, i + PLACES) for i in range(0, size, PLACES)] + [(size // 2, size)]
     return {f"{first} to {end - 1}": f"{places[first:end].mean():.3f}" for first, end in cells}
 
 
