@@ -204,7 +204,7 @@ class GPT(nn.Module):
                 window, start = window + (block_size + 1) // 2, 0
             # lesson: constrained decoding; a row that has ended may have any id
             allowed = constraint(idx) | ended[:, None] if constraint else None  # (B, V)
-            if allowed is not None and (allowed.sum(dim=-1) == 1).all():
+            if allowed is not None and (ended | (allowed.sum(dim=-1) == 1)).all():
                 # Forced, as an acrostic's heads and marks are. A later step feeds it to the model.
                 next_id = allowed.int().argmax(dim=-1)  # (B,)
             else:
@@ -238,7 +238,7 @@ class DecodingError(RuntimeError):
     """There is no next character to choose."""
 
 
-def check_sampling(temperature=1.0, top_k=None, top_p=None):
+def check_sampling(temperature, top_k, top_p):
     """Raise ValueError unless temperature is in [0, 1000000], top_k >= 1 and top_p in (0, 1]."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"temperature is {temperature}; it must be from 0 to 1000000")
@@ -292,8 +292,8 @@ def sample(logits, generator=None, **knobs):
     generator: a torch.Generator on the CPU, so that a seed means the same on every device.
     """
     probs = probabilities(logits, **knobs)
-    B, V = probs.shape
-    noise = torch.rand(B, sum(group_sizes(V)), generator=generator, dtype=torch.float32)
+    shape = len(probs), sum(group_sizes(probs.size(1)))  # (B, K + W)
+    noise = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
     return draw(probs, -noise.clamp_(min=2**-25).log_().to(probs.device))  # finite, and never 0
 
 
@@ -310,7 +310,7 @@ def draw(probs, noise):
     (B, V), (K, W) = probs.shape, group_sizes(probs.size(1))
     groups = F.pad(probs, (0, K * W - V)).view(B, K, W)
     group = (groups.sum(dim=-1) / noise[:, :K]).argmax(dim=-1)  # (B,)
-    members = groups[torch.arange(B), group]  # (B, W)
+    members = groups[torch.arange(B, device=probs.device), group]  # (B, W)
     return group * W + (members / noise[:, K:]).argmax(dim=-1)
 
 

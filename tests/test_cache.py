@@ -112,6 +112,12 @@ def test_a_size_is_a_whole_number(name, value):
         GPTConfig(**dict.fromkeys(SIZES, 4) | {name: value})
 
 
+def test_the_sizes_are_the_lessons():
+    """A default was another than the lesson's; block_size is left to its exercise."""
+    sizes = vars(GPTConfig(6289))
+    assert [sizes[name] for name in SIZES if name != "block_size"] == [6289, 4, 4, 128, 4]
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -221,6 +227,15 @@ def test_the_global_default_dtype_does_not_matter(tiny, default_float64, knobs):
     ids = cached_and_not(model, prompt(3, rows=2), 30, **knobs)
     torch.set_default_dtype(torch.float32)
     assert cached_and_not(model, prompt(3, rows=2), 30, **knobs).equal(ids)
+
+
+def test_the_global_default_device_does_not_matter(tiny):
+    """Noise, masks or indices on torch's global default device did not meet the model's, or changed the seed's text."""
+    model, idx, generator = tiny(), prompt(3, rows=2), seeded()
+    expected = model.generate(idx, 30, generator=seeded(), stop=3, temperature=0.7, top_k=9, top_p=0.9)
+    with torch.device("meta"):
+        ids = model.generate(idx, 30, generator=generator, stop=3, temperature=0.7, top_k=9, top_p=0.9)
+    assert ids.equal(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -60,7 +60,7 @@ def choices(draw):
     return logits, allowed
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(choices(), TEMPERATURES, TOP_K, TOP_P)
 def test_probabilities_are_those_of_the_order(choice, temperature, top_k, top_p):
     """Filters in another order, one row's cut used for all rows, a knob passed over beside another, a leaking ban."""
@@ -74,6 +74,7 @@ def test_probabilities_are_those_of_the_order(choice, temperature, top_k, top_p)
         assume(distance > 1e-5)  # nearer, rounding decides; `test_sampling.py` has the exact cases
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-7)
         assert not ours[expected == 0].any()
+        assert ours[expected > 1e-30].all()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -87,10 +88,8 @@ def by_hand(model, idx, new, stop=None, constraint=None, generator=None, **knobs
     for step in range(1, new + 1):
         if idx.size(1) - begin > size:
             begin += size - size // 2
-        allowed = torch.ones(B, V, dtype=torch.bool)
-        if constraint:
-            allowed = constraint(idx).expand(B, V).clone()
-            allowed[ended] = True
+        allowed = constraint(idx).expand(B, V).clone() if constraint else torch.ones(B, V, dtype=torch.bool)
+        allowed[ended] = torch.arange(V) == stop
         choices = [mask.nonzero().flatten().tolist() for mask in allowed]
         ids = [ids[0] for ids in choices if len(ids) == 1]
         if len(ids) < B:
@@ -156,7 +155,7 @@ def check_run(tiny, run):
     assert results[2] == results[0]
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(runs())
 def test_a_run_is_what_it_is_by_hand(tiny, run):
     """A run with or without the cache wrote other ids, moved the generator otherwise, or failed at another step."""
@@ -175,6 +174,7 @@ def test_many_runs_are_what_they_are_by_hand(tiny, run):
 # Characters
 
 
+@settings(max_examples=40)
 @given(st.lists(st.characters(), unique=True, min_size=1).map("".join), st.data())
 def test_what_is_encoded_is_decoded(chars, data):
     """Characters changed on the way to ids and back, or an unknown one was left out, or named twice."""
