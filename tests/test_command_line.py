@@ -29,6 +29,7 @@ from data.script import run
 from gpt import probabilities
 
 # ruff: noqa: F811
+SLOW = pytest.mark.slow
 CHARS = verse_vocabulary().chars
 HEADS = CHARS[3:5] + CHARS[130:132]  # two level tones and two oblique ones: they may begin lines, or a line
 
@@ -97,7 +98,7 @@ def test_the_tables_know_every_flag():
     assert flags - {"help", "checkpoint", "device", "threads"} == set().union(*generate.TAKES.values()) == set(VALUES)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=SLOW)])
 def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, size):
     """A flag that the command does not use was passed over in silence, or one that it does use was refused."""
     for names in map(set, itertools.combinations(VALUES, size)):
@@ -174,16 +175,13 @@ def check_promises(program, verse, names):
             assert ruled > 0 or (t <= 6 and free > 0)
 
 
-def test_every_pair_of_flags_keeps_both_promises(program, verse):
-    """A flag was dropped, or did something else, beside another one."""
-    for names in poem_commands((0, 1, 2)):
-        check_promises(program, verse, names or ["seed"])
-
-
-@pytest.mark.slow
-def test_many_flags_keep_all_their_promises(program, verse):
-    """A flag was dropped, or did something else, beside several others."""
-    for names in poem_commands((3, 4, 5, 6), n=150):
+@pytest.mark.parametrize(
+    ("sizes", "n"),
+    [((1,), None), ((2,), 12), pytest.param((2,), None, marks=SLOW), pytest.param((3, 4, 5, 6), 60, marks=SLOW)],
+)
+def test_each_flag_keeps_its_promise_beside_others(program, verse, sizes, n):
+    """A flag was dropped, or did something else, alone or beside others."""
+    for names in poem_commands(sizes, n):
         check_promises(program, verse, names)
 
 
@@ -481,7 +479,7 @@ def start(home, *arguments, options=(), stdout=subprocess.PIPE, **environment):
     )
 
 
-@pytest.mark.slow
+@SLOW
 def test_the_output_is_the_same_everywhere(home):
     """In a legacy code page or without a locale the output was cut or in its encoding, or a file was read in it."""
     everywhere = [
@@ -504,7 +502,7 @@ def test_the_output_is_the_same_everywhere(home):
     assert sorted(home.rglob("*")) == before  # nothing is written beside the program, or where it was started
 
 
-@pytest.mark.slow
+@SLOW
 @posix
 @pytest.mark.parametrize("way", ["closed pipe", "Ctrl-C", "full disk", "no stdout", "undecodable"])
 def test_ends_of_a_process(home, way):

@@ -126,12 +126,6 @@ def test_a_model_that_ends_at_once_or_never(stub, ends, use_cache):
     assert all(shape(5, 4).fullmatch(text) and text[0] == "春" and ended for text, ended in whole)
 
 
-def test_an_acrostic_of_unknown_heads_is_refused(poet):
-    """A head that the model does not know was left out, or written as another character."""
-    with pytest.raises(ValueError, match=r"U\+9F8D"):
-        acrostic(poet, VOCAB, "春龍")
-
-
 def test_first_lines_are_drawn_as_the_models_own_that_keep_the_rule(stub):
     """First lines came from the rule alone or were the likeliest: their shares are those of free lines that keep it."""
     # Free text of ids 0 to 3, in which 1 comes after 1 six times in ten; a line is two characters and the mark, 3.
@@ -570,15 +564,6 @@ def test_trace_shows_the_models_own_numbers(tiny, capsys, flags):
         assert row.replace("↵", "↵ ").split() == expected.replace("\n", "↵").split()
         number = f"{100 * steps[-1][0, drawn]:.1f}"
         assert place_of(row, number) == place_of(header, "%")  # the header stands over its columns
-
-
-def test_trace_of_regulated_verse(verse, capsys):
-    """--trace of --form failed, or spoke of another rule than the one that the poem was written by."""
-    model, vocab, _ = verse
-    out, err = poems(model, capsys, "--form", "五绝", "--seed", 1, "--trace", vocab=vocab)
-    rows = [line for line in err.splitlines() if re.match(r" +[0-9]+ ", line)]
-    assert "".join(row.split()[1] for row in rows) == out.strip()
-    assert all(float(row.split()[2]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("text", ["春风", "\n春风", "云水花" * 9])
