@@ -5,11 +5,13 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, as torch's below; before it is imported
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir(), "hypothesis")))
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch import nn
 from gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
-settings.register_profile("here", database=None, deadline=None, derandomize=True)  # writes nothing, times nothing
+settings.register_profile("here", database=None, deadline=None, derandomize=True)
 settings.load_profile("here")
 
 TINY = {"vocab_size": 20, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "dropout": 0.0}
