@@ -275,11 +275,13 @@ def test_the_window_and_what_was_cut_are_said(program):
     assert "sees" not in program("--next", CHARS[3] * 64)[2] + program("--prompt", CHARS[3] * 64, "--seed", 1)[2]
 
 
-def test_heads_and_lines(program):
-    """An acrostic of two heads was taken for a form of four lines."""
-    status, out, err = program("--acrostic", HEADS[:2], "--form", "五绝")
+@pytest.mark.parametrize("heads", ["", " ", "\n", "\u3000", HEADS[0] + "，", "。", HEADS[:2]])
+def test_heads_that_are_none_or_too_few(program, heads):
+    """An acrostic without heads or with marks for heads was a poem of no lines, one of two a form of four lines."""
+    status, out, err = program("--acrostic", heads, *(["--form", "五绝"] if heads == HEADS[:2] else []))
     assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == "generate.py: --acrostic has 2 characters, but 五绝 has 4 lines"
+    reason = "2 characters, but 五绝 has 4 lines" if heads == HEADS[:2] else "give the characters that begin the lines"
+    assert reason in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["missing.pt", ".", "damaged.pt", "page.pt", "prose.pt"])
@@ -429,15 +431,6 @@ def test_poems_that_are_written_stay(program, monkeypatch, verse):
     status, _, err = program("-n", 9, "--seed", 1, "--max-chars", 3)
     assert (status, begun, out.getvalue().count("\n")) == (1, [(4, 0), (4, 4), (1, 8)], 8)
     assert re.search("generate.py: .*poet.pt: step 5: no more\n", err)
-
-
-def test_batches_are_not_joined(program, monkeypatch):
-    """Poems lost, doubled or joined where one batch ends and the next begins."""
-    monkeypatch.setattr(generate, "BATCH", 4)
-    _, out, _ = program("--form", "五绝", "-n", 11, "--seed", 3, "--temperature", 1)
-    lines = out.splitlines()
-    assert (len(lines), len(set(lines))) == (11, 11)
-    assert all(map(shape(5, 4).fullmatch, lines))
 
 
 def test_demos_name_the_model_last(program):
