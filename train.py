@@ -12,6 +12,7 @@ CPU with the same number of threads a resumed run ends with the same weights, bi
 
 import argparse
 import contextlib
+import copy
 import math
 import random
 import sys
@@ -27,18 +28,7 @@ from tqdm import tqdm
 from checkpoints import store
 from data.poems import CORPUS, read_poems, split
 from data.prepare import prepare
-from data.script import (
-    UserError,
-    caught_signals,
-    check_writable,
-    notice,
-    parse,
-    progress,
-    run,
-    say,
-    shell_line,
-    write_file,
-)
+from data.script import UserError, caught_signals, check_writable, notice, parse, progress, quoted, run, say, write_file
 from gpt import GPTConfig, Vocabulary
 
 # name: (value, least, what it is). Each is also a flag: --batch-size 16. The sizes stand in gpt.py.
@@ -58,6 +48,7 @@ PARAMETERS = {
     "adam_lr": (0.006, 0.0, "peak learning rate of AdamW, for embeddings and norms"),
     "adam_decay": (0.1, 0.0, "its weight decay, on the embeddings only"),
     "warmup": (100, 0, "steps to the peak learning rate"),
+    "average": (200, 1, "steps over which the weights of the model that is kept are averaged; fewer at first"),
     "final_lr": (0.01, 0.0, "learning rate of the last step, as a share of the peak"),
     "eval_interval": (500, 0, "steps between evaluations (the last step always is one); 0: only the last"),
     "seed": (1, 0, "decides the first weights, the batches and the dropout"),
@@ -111,11 +102,17 @@ def batches(texts, rows=64):
         texts = texts[n:]
 
 
-def learn(model, texts):
-    """Add the gradients of the mean loss of all characters of texts, batch by batch; return it, in nats."""
-    device, characters, mean = model.wte.weight.device, sum(len(text) - 1 for text in texts), 0.0
+def losses_of(model, texts):
+    """Yield the loss of each batch of texts, weighted: their sum is the mean over all characters, in nats."""
+    device, characters = model.wte.weight.device, sum(len(text) - 1 for text in texts)
     for x, y in batches(texts):
-        loss = model(x.to(device), y.to(device))[1] * ((y >= 0).sum().item() / characters)
+        yield model(x.to(device), y.to(device))[1] * ((y >= 0).sum().item() / characters)
+
+
+def learn(model, texts):
+    """Add the gradients of the mean loss of texts, batch by batch; return it."""
+    mean = 0.0
+    for loss in losses_of(model, texts):
         loss.backward()
         mean += loss.item()
     return mean
@@ -123,22 +120,15 @@ def learn(model, texts):
 
 @torch.no_grad()
 def validation_loss(model, texts):
-    """Mean cross-entropy in nats a character over texts, every character after the first predicted."""
-    device, was_training, total = model.wte.weight.device, model.training, 0.0
-    model.eval()
-    for x, y in batches(texts):
-        total += model(x.to(device), y.to(device))[1].item() * (y >= 0).sum().item()
-    model.train(was_training)
-    return total / sum(len(text) - 1 for text in texts)
+    """Mean cross-entropy in nats a character over texts, all but the first one predicted, of a model in eval mode."""
+    return sum(loss.item() for loss in losses_of(model, texts))
 
 
 def sample_poem(model, vocab):
     """A poem from the model in the middle of its training, the same chance each time."""
-    model.eval()
     start = vocab.encode("\n").to(model.wte.weight.device)
     generator = torch.Generator().manual_seed(SAMPLE_SEED)
     ids = model.generate(start, 100, temperature=SAMPLE_TEMPERATURE, stop=vocab.ids["\n"], generator=generator)
-    model.train()
     return vocab.decode(ids[0].tolist()).strip()
 
 
@@ -185,6 +175,13 @@ def make_optimizers(model, p):
     ]
 
 
+@torch.no_grad()
+def update_average(average, model, steps):
+    """Move the weights of average towards those of model: to the mean of so many steps, the last ones most."""
+    for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+        mean.lerp_(weight, 1 / steps)
+
+
 def lr_factor(step, p):
     """The learning rate of a step (from 0) as a share of the peak: a straight climb, then straight down to final_lr."""
     if step < p.warmup:
@@ -223,6 +220,7 @@ class Training:
             self.model = store.build(GPTConfig(*sizes)).to(device).train()
         except ValueError as error:
             raise UserError(str(error), 2) from None
+        self.average = copy.deepcopy(self.model).eval()  # of the last weights: it is measured and kept
         self.optimizers = make_optimizers(self.model, p)
         self.step, self.characters, self.seconds, self.best = 0, 0, 0.0, math.inf
         self.losses, self.log = [], []  # of the steps since the last evaluation; a row an evaluation
@@ -265,6 +263,7 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
+        update_average(self.average, self.model, min(1 + self.step / 10, p.average))
         self.losses.append(loss)
         self.characters += sum(len(text) - 1 for text in texts)
         self.seconds += time.perf_counter() - begun
@@ -274,7 +273,7 @@ class Training:
 
         Raises OSError if the last evaluation cannot be saved; before that, the next one saves again.
         """
-        loss = validation_loss(self.model, self.validation)
+        loss = validation_loss(self.average, self.validation)
         self.check_finite("validation", self.step, loss)
         trained = sum(self.losses) / len(self.losses) if self.losses else math.nan  # none at step 0
         better = loss < self.best
@@ -285,13 +284,13 @@ class Training:
         losses += f"  validation loss {loss:.4f}{'' if better else ' (not the best)'}"
         elapsed = tqdm.format_interval(self.seconds)
         say(f"step {self.step:,}/{self.p.steps:,}  {losses}  {rate:,.0f} characters/s  {elapsed}")
-        say(f"    {sample_poem(self.model, self.vocab)}")
+        say(f"    {sample_poem(self.average, self.vocab)}")
         self.losses = []
         with self.going_on():
             if better or not self.out.exists():
                 info = {"step": self.step, "val_loss": loss, "seconds": self.seconds}
                 info |= {"parameters": dict(vars(self.p)), "torch": str(torch.__version__)}
-                store.save_checkpoint(self.out, self.model, self.vocab, info)
+                store.save_checkpoint(self.out, self.average, self.vocab, info)
                 self.best = loss
             lines = (",".join(map(str, row)) + "\n" for row in [self.COLUMNS, *self.log])
             write_file(self.log_path, "".join(lines).encode("utf-8"))
@@ -309,7 +308,8 @@ class Training:
 
     def save(self):
         """Write .resume.pt, all that `resume` needs."""
-        parts = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "average")}
+        parts |= {"optimizers": [o.state_dict() for o in self.optimizers]}
         parts |= {"state": {name: getattr(self, name) for name in self.STATE}}
         parts |= {"parameters": self.parameters, "threads": torch.get_num_threads()}
         store.save_state(self.resume_path, parts)
@@ -329,7 +329,8 @@ class Training:
                 raise UserError(f"--{flag(name)} is {value}, but {began}", 2)
         if done > p.steps:
             raise UserError(f"--steps is {p.steps:,}, but the run in {path} has done {done:,}; give it more", 2)
-        self.model.load_state_dict(saved["model"])
+        for name in ("model", "average"):
+            getattr(self, name).load_state_dict(saved[name])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         vars(self).update(saved["state"])
@@ -371,8 +372,7 @@ def flag(name):
 def parse_args(argv=None):
     """(parameters, other arguments): the flags are made from PARAMETERS."""
     end = "Ctrl-C saves and says how to go on; a second one leaves at once."
-    about = "Train the character-level GPT on the Tang poems."
-    parser = argparse.ArgumentParser(description=about, epilog=end, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=end, allow_abbrev=False)
     add = parser.add_argument
     for name, (value, _, what) in PARAMETERS.items():
         add(f"--{flag(name)}", type=type(value), default=value, metavar="N", help=f"{what} ({value})")
@@ -468,11 +468,11 @@ def main():
             finished = training.train(stopping)
     if finished:
         show = Path(sys.argv[0]).with_name("generate.py")
-        say(f"{args.out} holds the best model; see it: {shell_line([str(show), '--checkpoint', str(args.out)])}")
+        say(f"{args.out} holds the best model; see it: {quoted([str(show), '--checkpoint', str(args.out)])}")
         return 0
     again = [*(word for word in sys.argv if word != "--resume"), "--resume"]
     model = "" if args.out.exists() else f"; there is no {args.out} before the first evaluation"
-    notice(f"saved after step {training.step:,}{model}; to go on: {shell_line(again)}")
+    notice(f"saved after step {training.step:,}{model}; to go on: {quoted(again)}")
     return 130
 
 

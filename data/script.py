@@ -133,7 +133,7 @@ def caught_signals():
             signal.signal(number, handler)
 
 
-def shell_line(words, windows=os.name == "nt"):
+def quoted(words, windows=os.name == "nt"):
     """The line that calls Python with these words, quoted for the system's shell."""
     return (subprocess.list2cmdline if windows else shlex.join)(["python", *words])
 
