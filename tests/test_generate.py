@@ -210,14 +210,19 @@ def test_the_heads_of_a_regulated_acrostic_fit_every_template(verse, capsys, see
             assert keeps_the_rules(poem, prosody) or "does not keep" in err
 
 
-def test_heads_that_break_the_tones_are_said_to(verse, capsys):
+@pytest.mark.parametrize(
+    ("place", "lines", "lost", "kept"), [(3, 1, "tones", "shape and rhyme"), (130, 2, "tones and rhyme", "shape")]
+)
+def test_a_prompt_that_breaks_the_rules_is_said_to(verse, capsys, place, lines, lost, kept):
     """A prompt that no template allows was bent, refused, or kept without a word of what is lost."""
     model, vocab, prosody = verse
-    prompt = vocab.chars[3:8]  # five level tones
+    line = vocab.chars[place : place + 5]  # five level tones, or five oblique ones, which do not rhyme
+    prompt = f"{line}，{line}。"[: 6 * lines]
     out, err = poems(model, capsys, "--prompt", prompt, "--form", "五绝", "--seed", 1, vocab=vocab)
-    assert f"{prompt} does not keep the tones of 五绝; the rest keeps shape and rhyme" in err
-    rhyming, ends = rhymes_kept(out.strip(), prosody)
-    assert (out[:5], rhyming) == (prompt, ends)
+    assert f"{prompt} does not keep the {lost} of 五绝; the rest keeps {kept}\n" in err
+    assert out.startswith(prompt)
+    assert shape(5, 4).fullmatch(out.strip())
+    assert len(set(rhymes_kept(out.strip(), prosody))) == lines  # (1, 1), or (0, 1)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 6, 11, 23, 24])
@@ -292,7 +297,7 @@ def test_demo_1(poet, capsys, monkeypatch, tmp_path):
         best = sorted(range(len(VOCAB)), key=probs.__getitem__, reverse=True)[:8]
         shown = "  ".join(f"{VOCAB.chars[i]} {100 * probs[i]:.1f}%".replace("\n", "↵") for i in best)
         assert line == f"  「{text}」→ {shown}"
-    generate.CORPUS.write_bytes("春风。春风吹，春\n风，春风。\n春风\n".encode())
+    generate.CORPUS.write_bytes(b"\xff\n" + "春风。春风吹，春\n风，春风。\n春风\n".encode())
     generate.demo_next(poet, VOCAB)
     *same, last = printed(capsys)
     assert same == without_corpus
@@ -551,6 +556,7 @@ def test_trace_shows_the_models_own_numbers(tiny, capsys, flags):
     text = out.removesuffix("\n") + "\n" * (rule is None and "had not ended" not in err)
     ids = VOCAB.encode("\n" + text)[:, :65]
     assert len(rows) == ids.size(1) - 1 - len(prompt)
+    assert ("↵" in rows[-1][:6]) == (rule is None and len(text) < 64)
     for i, row in enumerate(rows):
         assert columns(row) == columns(header) <= 80
         t = 1 + len(prompt) + i
