@@ -372,7 +372,7 @@ def flag(name):
 def parse_args(argv=None):
     """(parameters, other arguments): the flags are made from PARAMETERS."""
     end = "Ctrl-C saves and says how to go on; a second one leaves at once."
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=end, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Train the GPT on the Tang poems.", epilog=end, allow_abbrev=False)
     add = parser.add_argument
     for name, (value, _, what) in PARAMETERS.items():
         add(f"--{flag(name)}", type=type(value), default=value, metavar="N", help=f"{what} ({value})")
