@@ -334,14 +334,7 @@ def test_demos_2_to_5(poet, capsys, monkeypatch):
     for heads, n in SHIPPED["ACROSTICS"]:
         expected += lines_of([acrostic(poet, VOCAB, heads, n, temperature=0.8, generator=generator)])
     assert printed(capsys) == expected
-
-
-def test_a_poem_that_was_cut_is_marked(stub, capsys):
-    """…… stood after a poem that had ended, or was missing where one was cut after MAX_CHARS."""
-    generate.demo_continue(stub(logits(line_break=1e9)), VOCAB)
-    assert printed(capsys)[1:] == ["    " + opening for opening in SHIPPED["OPENINGS"]]
-    generate.demo_continue(stub(logits(line_break=-1e9, 春=1e9)), VOCAB)
-    assert printed(capsys)[1:] == ["    " + opening + "春" * 100 + "……" for opening in SHIPPED["OPENINGS"]]
+    assert 0 < sum(line.endswith("……") for line in expected) < 15  # some were cut, some had ended
 
 
 def test_openings_the_model_does_not_know(poet, capsys, monkeypatch):
