@@ -14,8 +14,8 @@ from checkpoints.store import load_state
 from data.poems import is_validation
 from data.script import run
 
-# Every parameter has a value here, so that no default of train.py decides over a test.
-SMALL = {
+# Every parameter that matters has a value here, so that no default of train.py decides over a test.
+SMALL = {name: value for name, (value, *_) in train.PARAMETERS.items()} | {
     "steps": 5, "batch_size": 2, "short_windows": 1, "long_windows": 1, "block_size": 16, "n_layer": 1, "n_head": 1,
     "n_kv_head": 0, "n_embd": 16, "dropout": 0.2, "muon_lr": 0.02, "muon_decay": 0.1, "adam_lr": 0.01,
     "adam_decay": 0.1, "warmup": 1, "final_lr": 0.1, "eval_interval": 2, "seed": 1,

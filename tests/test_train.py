@@ -14,14 +14,14 @@ import torch
 from conftest import ROOT, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_run import POEMS, SMALL, command, contents, flags, parameters
+from small_run import POEMS, command, contents, flags, parameters
 from torch.nn import functional as F
 
 import train
 from checkpoints.store import load_checkpoint
 from data.poems import is_validation
 from data.script import UserError
-from gpt import GPTConfig, Vocabulary
+from gpt import GPT, GPTConfig, Vocabulary
 
 LETTERS = "abcdefghijklmnopqrs"
 id_lists = st.lists(st.integers(0, 19), min_size=1, max_size=9)  # a text of one id among them
@@ -186,26 +186,34 @@ def test_validation_loss_is_the_mean_over_characters(tiny):
     assert np.isfinite(expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_leaves_no_trace(training, tiny):
-    """Dropout is on in an evaluation or off after it, or an evaluation keeps what only gradients need."""
-    model, texts, seen = tiny(dropout=0.5).train(training), some_texts([9, 5, 7]), []
-    model.h[0].register_forward_pre_hook(lambda *_: seen.append((model.training, torch.is_grad_enabled())))
-    assert train.validation_loss(model, texts) == train.validation_loss(model, texts)
-    assert set(seen) == {(False, False)}
-    assert model.training is training
-    assert all(weight.grad is None for weight in model.parameters())
+def test_an_evaluation_leaves_no_trace(tmp_path, monkeypatch):
+    """Dropout is on in an evaluation or off in the steps after it, or an evaluation keeps what only gradients need."""
+    training, seen, hidden = train.Training(parameters(dropout=0.5), POEMS, tmp_path / "m.pt"), [], GPT.hidden
+
+    def spy(self, *args):
+        seen.append((self.training, torch.is_grad_enabled()))
+        return hidden(self, *args)
+
+    monkeypatch.setattr(GPT, "hidden", spy)
+    for _ in range(2):
+        training.take_step()
+        assert set(seen) == {(True, True)}
+        seen.clear()
+        for _ in range(2):
+            training.evaluate()
+        assert set(seen) == {(False, False)}
+        assert training.log[-1][3] == training.log[-2][3]
+        seen.clear()
 
 
 def test_the_poem_shown_is_the_same_each_time(tiny):
-    """The poem of an evaluation has dropout, another chance each time, or line breaks, or leaves dropout off."""
-    model, vocab = tiny(dropout=0.5, vocab_size=24).train(), Vocabulary("\n风月山水云花雪雨天地人心春秋日夜东西南北江海")
+    """The poem of an evaluation has another chance each time, draws from that of the training, or is cut at its end."""
+    model, vocab = tiny(vocab_size=24), Vocabulary("\n风月山水云花雪雨天地人心春秋日夜东西南北江海上")
     state = torch.get_rng_state()
     poems = {train.sample_poem(model, vocab) for _ in range(3)}
     assert len(poems) == 1
     assert set("".join(poems)) <= set(vocab.chars[1:])
     assert "".join(poems)
-    assert model.training
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -233,7 +241,9 @@ def test_muon_is_torchs_in_the_dtype_of_the_weights(shape, dtype, monkeypatch):
     state = optimizers[0].state_dict()
     other = train.Muon([torch.nn.Parameter(ours.detach().clone())], 0.5, 0.5)
     other.load_state_dict(state)
-    assert torch.equal(other.state_dict()["state"][0]["momentum_buffer"], optimizers[1].state[theirs]["momentum_buffer"])
+    assert torch.equal(
+        other.state_dict()["state"][0]["momentum_buffer"], optimizers[1].state[theirs]["momentum_buffer"]
+    )
 
 
 def test_a_gradient_of_zero_moves_nothing():
@@ -275,6 +285,18 @@ def test_learning_rates(steps, warmup, final):
     assert train.lr_factor(steps, p) > 0 or final < 0.1  # a finished run that is resumed shows it
 
 
+def test_the_average_of_the_weights(tmp_path):
+    """The model that is kept is the last step's, or its weights are no mean of the last steps, or trained upon."""
+    for limit in (1, 3, 1000):
+        training = train.Training(parameters(average=limit, dropout=0.0), POEMS, tmp_path / "m.pt")
+        mean = training.model.wte.weight.detach().clone()
+        for step in range(1, 40):
+            training.take_step()
+            mean += (training.model.wte.weight.detach() - mean) / min(1 + step / 10, limit)
+        torch.testing.assert_close(training.average.wte.weight.detach(), mean, rtol=0, atol=1e-6)
+        assert not training.average.training
+
+
 # ---------------------------------------------------------------------------------------------------
 # Flags
 
@@ -283,7 +305,6 @@ def test_flags_are_the_parameters():
     """A parameter of the table has no flag, a flag has another default, or its value goes nowhere."""
     p, rest = train.parse_args([])
     assert vars(p) == {name: value for name, (value, *_) in train.PARAMETERS.items()}
-    assert vars(p).keys() == SMALL.keys()
     assert vars(rest).keys() == {"resume", "corpus", "out", "device", "threads"}
     assert not rest.resume
     for name, (value, least, _) in train.PARAMETERS.items():
@@ -350,7 +371,9 @@ def prose(lines):
     return ["".join(chance.choices("天地玄黄宇宙洪荒，。日月盈昃", k=chance.randrange(1, 90))) for _ in range(lines)]
 
 
-LATIN = [f"the {a} sees a {b}" for a in ("cat", "dog", "fox", "owl", "bee") for b in ("hat", "log", "box", "sun", "sea")]
+LATIN = [
+    f"the {a} sees a {b}" for a in ("cat", "dog", "fox", "owl", "bee") for b in ("hat", "log", "box", "sun", "sea")
+]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +381,11 @@ LATIN = [f"the {a} sees a {b}" for a in ("cat", "dog", "fox", "owl", "bee") for 
     [
         (prose(40), 0, ""),
         (["".join(prose(30))], 2, "too small a corpus: "),
-        (list("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨"), 0, "no forms and no acrostics"),
+        (
+            list("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨"),
+            0,
+            "no forms and no acrostics",
+        ),
         (POEMS[:1] * 20, 2, "19 poems that were there already are left out"),
         (LATIN, 0, "no forms and no acrostics"),
         ([poem.replace("，", "，\u200c") for poem in POEMS], 0, "U+200C 11"),
@@ -383,7 +410,9 @@ def test_corpora_of_all_kinds(lines, status, said, tmp_path, capsys):
         assert known == {"\n", *"".join(lines).replace("\u200c", "")}
 
 
-@pytest.mark.parametrize(("text", "told"), [("春，云，", True), ("春。云。", True), ("a, b", True), ("春，\n云。", False)])
+@pytest.mark.parametrize(
+    ("text", "told"), [("春，云，", True), ("春。云。", True), ("a, b", True), ("春，\n云。", False)]
+)
 def test_a_corpus_without_marks(text, told, tmp_path, capsys):
     """Half an hour of training, and only then generate.py says that it can write no poems with that model."""
     (tmp_path / "text.txt").write_bytes(text.encode())
