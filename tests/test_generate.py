@@ -20,7 +20,7 @@ import gpt
 from data.poems import FORMS
 from data.prosody import read_prosody, rhymes_kept, tones_kept
 from data.script import UserError
-from data.verse import poem_template
+from data.verse import may_stand, poem_template, regulated_templates
 from generate import acrostic, first_lines, prompt_ids, template_constraint, write
 from gpt import GPTConfig, Vocabulary, probabilities
 
@@ -89,6 +89,10 @@ def poems(model, capsys, *flags, vocab=VOCAB):
     capsys.readouterr()
     generate.write_poems(model, vocab, generate.parse_args([str(flag) for flag in flags]))
     return capsys.readouterr()
+
+
+def shown(poems):
+    return ["    " + text + ("" if ended else "……") for text, ended in poems]
 
 
 def noted(model, monkeypatch):
@@ -204,10 +208,12 @@ def test_the_heads_of_a_regulated_acrostic_fit_every_template(verse, capsys, see
     for _ in range(4):
         heads = "".join(chance.sample(vocab.chars[3:], 8))
         out, err = poems(model, capsys, "--acrostic", heads, "--form", "五律", "-n", 4, "--seed", seed, vocab=vocab)
+        fit = [t for t in regulated_templates(5, 8) if all(map(may_stand, heads, t[::6], [prosody] * 8))]
+        assert ("does not keep the tones of 五律" in err) == (not fit)
         for poem in out.splitlines():
             assert shape(5, 8).fullmatch(poem)
             assert poem[::6] == heads
-            assert keeps_the_rules(poem, prosody) or "does not keep" in err
+            assert not fit or keeps_the_rules(poem, prosody)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +266,12 @@ def test_poems_of_a_small_vocabulary_never_run_out(tiny, capsys):
     rhymes = [char for char in vocab.chars if prosody.rhymes.get(char) == 1][:24]
     rest = [char for char in vocab.chars[3:] if char not in rhymes]
     few = Vocabulary("\n，。" + "".join(rhymes + rest[:60] + rest[-75:]))
-    out = poems(
-        tiny(vocab_size=len(few), block_size=64), capsys, "--form", "七律", "-n", 70, "--seed", 1, vocab=few
-    ).out
+    model = tiny(vocab_size=len(few), block_size=64)
+    out = poems(model, capsys, "--form", "七律", "-n", 70, "--seed", 1, vocab=few).out
     assert all(keeps_the_rules(poem, prosody) for poem in out.splitlines())
     assert out.count("\n") == 70
-    fewer = Vocabulary(few.chars[:60])
     with pytest.raises(ValueError, match="too few characters for 七律"):
-        poems(tiny(vocab_size=60), capsys, "--form", "七律", "-n", 70, vocab=fewer)
+        poems(tiny(vocab_size=60), capsys, "--form", "七律", "-n", 70, vocab=Vocabulary(few.chars[:60]))
 
 
 def test_other_defaults_of_torch_change_nothing(verse, capsys, monkeypatch):
@@ -309,10 +313,6 @@ def test_demo_1(poet, capsys, monkeypatch, tmp_path):
         assert len(printed(capsys)) == shown
 
 
-def lines_of(made):
-    return ["    " + text + ("" if ended else "……") for text, ended in made]
-
-
 def test_demos_2_to_5(poet, capsys, monkeypatch):
     """A demo in another layout, or at another temperature, top-k, seed or order of draws than it says."""
     monkeypatch.setattr(generate, "MAX_CHARS", 30)
@@ -321,18 +321,18 @@ def test_demos_2_to_5(poet, capsys, monkeypatch):
     three, expected = prompt_ids(poet, VOCAB, n=3), ["== 2. 温度：同样的随机种子，每个温度写 3 首"]
     for temperature in (0.3, 1.0, 1.5):
         made = write(poet, VOCAB, three, temperature=temperature, generator=seeded(1))
-        expected += [f"  温度 {temperature}：", *lines_of(made)]
+        expected += [f"  温度 {temperature}：", *shown(made)]
     expected += ["== 3. 温度 1.5，但只从概率最高的 20 个字里选（top-k=20）"]
-    expected += lines_of(write(poet, VOCAB, three, temperature=1.5, top_k=20, generator=seeded(1)))
+    expected += shown(write(poet, VOCAB, three, temperature=1.5, top_k=20, generator=seeded(1)))
     expected += ["== 4. 给出开头，让它续写"]
     generator = seeded(1)
     for opening in SHIPPED["OPENINGS"]:
         start = prompt_ids(poet, VOCAB, opening)
-        expected += lines_of(write(poet, VOCAB, start, temperature=0.8, generator=generator))
+        expected += shown(write(poet, VOCAB, start, temperature=0.8, generator=generator))
     expected += ["== 5. 藏头诗：每句开头的字由我们指定，其余由模型写"]
     generator = seeded(1)
     for heads, n in SHIPPED["ACROSTICS"]:
-        expected += lines_of([acrostic(poet, VOCAB, heads, n, temperature=0.8, generator=generator)])
+        expected += shown([acrostic(poet, VOCAB, heads, n, temperature=0.8, generator=generator)])
     assert printed(capsys) == expected
     assert 0 < sum(line.endswith("……") for line in expected) < 15  # some were cut, some had ended
 
