@@ -202,9 +202,7 @@ def prepare(path=None, source=None):
 
 def main():
     parser = argparse.ArgumentParser(description="Build data/tang.txt, the corpus of the lesson.")
-    parser.add_argument(
-        "--source", metavar="PATH", help="a clone, a folder with the 58 files or the .tgz; else fetched"
-    )
+    parser.add_argument("--source", metavar="PATH", help="a clone, a folder with the 58 files, or the .tgz archive")
     prepare(source=parse(parser).source)
 
 
