@@ -55,7 +55,6 @@ BATCH = 64  # poems written at once
 TRIES = 8  # batches of first lines, of poems in a form, until the rule alone writes the rest
 
 
-# ---------------------------------------------------------------------------------------------------
 # Writing poems
 
 
@@ -104,7 +103,6 @@ def acrostic_rule(vocab, heads, n_char):
     return allowed
 
 
-# ---------------------------------------------------------------------------------------------------
 # The six demos, in the lesson's words
 
 
@@ -219,11 +217,8 @@ def first_difference(model, start, n, constraint=None):
 def positions_computed(model, start, n, use_cache):
     """How many positions the model computes to write n characters after start (1, T)."""
     counts = []
-    hook = model.h[0].register_forward_pre_hook(lambda block, inputs: counts.append(inputs[0].size(1)))
-    try:
+    with model.h[0].register_forward_pre_hook(lambda block, inputs: counts.append(inputs[0].size(1))):
         model.generate(start, n, use_cache=use_cache, generator=seeded())
-    finally:
-        hook.remove()
     return sum(counts)
 
 
@@ -265,7 +260,6 @@ def demo_cache(model, vocab):
 
 DEMOS = {1: demo_next, 2: demo_temperature, 3: demo_top_k, 4: demo_continue, 5: demo_acrostic, 6: demo_cache}
 
-# ---------------------------------------------------------------------------------------------------
 # The poet
 
 
@@ -390,7 +384,6 @@ def write_poems(model, vocab, args):
         print_trace(model, vocab, prompt, text + "\n" * (ended and rule is None), rule, **knobs)
 
 
-# ---------------------------------------------------------------------------------------------------
 # Looking inside
 
 
@@ -456,7 +449,6 @@ def print_trace(model, vocab, prompt, text, rule=None, **knobs):
         notice(f"{i + 1:>3} {choice} {pad(left, 26)} {' '.join(cuts)}")
 
 
-# ---------------------------------------------------------------------------------------------------
 # The command line
 
 
@@ -474,8 +466,6 @@ def bounded(least, most=10**9):
 EXAMPLES = """examples:
   python generate.py --prompt 大漠孤烟直 -n 5 --temperature 0.8 --top-k 50 --top-p 0.9 --seed 7
   python generate.py --form 七律 -n 3 --scan
-  python generate.py --prompt 白日依山尽， --form 五绝
-  python generate.py --acrostic 春眠不觉 --chars 5
   python generate.py --acrostic 学无止境 --form 七绝
   python generate.py --next 春风 --top 10 --temperature 0.3 1 1.5 --top-k 20
   python generate.py --prompt 春风 --trace
@@ -573,10 +563,13 @@ def load_model(args):
     model, vocab, info = load_checkpoint(args.checkpoint, pick_device(args.device))
     if "\n" not in vocab.ids:
         raise UserError(f"{args.checkpoint} was not trained on poems: its vocabulary lacks the line break")
-    root = CHECKPOINTS.parent
-    shown = args.checkpoint.relative_to(root) if args.checkpoint.is_relative_to(root) else args.checkpoint
     loss = info.get("val_loss")
-    return model, vocab, f"model: {shown}" + (f", validation loss {loss:.3f}" if isinstance(loss, float) else "")
+    return (
+        model,
+        vocab,
+        f"model: {os.path.relpath(args.checkpoint)}"
+        + (f", validation loss {loss:.3f}" if isinstance(loss, float) else ""),
+    )
 
 
 def main():

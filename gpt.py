@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# --------------------------------------------------------------------------------------------------
 # The model
 
 
@@ -230,7 +229,6 @@ class GPT(nn.Module):
             return idx.clone()  # an ordinary tensor again, which can be written to and trained on
 
 
-# --------------------------------------------------------------------------------------------------
 # Choosing the next character
 
 
@@ -320,7 +318,6 @@ def group_sizes(V):
     return -(-V // W), W
 
 
-# --------------------------------------------------------------------------------------------------
 # Characters
 
 

@@ -59,7 +59,6 @@ LOG_SECONDS = 30  # between lines of progress, where the output is a file
 SAMPLE_TEMPERATURE, SAMPLE_SEED = 0.8, 7  # of the poem shown at each evaluation
 
 
-# ---------------------------------------------------------------------------------------------------
 # The recipe: texts, batches, optimizers, learning rate
 
 
@@ -190,7 +189,6 @@ def lr_factor(step, p):
     return 1 - (1 - p.final_lr) * done
 
 
-# ---------------------------------------------------------------------------------------------------
 # The run
 
 
@@ -269,10 +267,7 @@ class Training:
         self.seconds += time.perf_counter() - begun
 
     def evaluate(self):
-        """Measure the validation loss, say how the run goes, and write the files.
-
-        Raises OSError if the last evaluation cannot be saved; before that, the next one saves again.
-        """
+        """Measure the validation loss, say how the run goes, and write the files."""
         loss = validation_loss(self.average, self.validation)
         self.check_finite("validation", self.step, loss)
         trained = sum(self.losses) / len(self.losses) if self.losses else math.nan  # none at step 0
@@ -361,7 +356,6 @@ class Training:
             self.printed = time.monotonic()
 
 
-# ---------------------------------------------------------------------------------------------------
 # The command line
 
 
