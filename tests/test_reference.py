@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from checkpoints.store import load_checkpoint
-from gpt import GPT, GPTConfig, KVCache
+from gpt import GPT, GPTConfig
 
 PRETRAINED = ROOT / "checkpoints" / "pretrained.pt"
 
@@ -55,21 +55,6 @@ def test_logits_equal_the_reference(model):
         theirs = reference.logits(numpy_weights(model), model.config.n_head, ids)
         assert ours.shape == theirs.shape == (len(ids), model.config.vocab_size)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-
-
-@torch.no_grad()
-def test_cached_steps_equal_the_reference_step_by_step(model):
-    """The mask or the positions restarted or were shifted, for several characters on a filled cache or one by one."""
-    weights, n_head = numpy_weights(model), model.config.n_head
-    ids = texts(model)[-1][:40]
-    whole = reference.logits(weights, n_head, ids)
-    ours = [KVCache(model.config, 1, len(ids), model.wte.weight) for _ in model.h]
-    theirs = reference.new_cache(weights, n_head)
-    for start, end in [(0, 3), (3, 8), *((t, t + 1) for t in range(8, len(ids)))]:
-        logits = model(torch.tensor(ids[start:end])[None], caches=ours, start=start)[0][0].numpy()
-        step = reference.logits(weights, n_head, ids[start:end], theirs, start)
-        np.testing.assert_allclose(logits, step, rtol=0, atol=1e-4, err_msg=f"positions {start} to {end}")
-        np.testing.assert_allclose(step, whole[start:end], rtol=0, atol=1e-4, err_msg=f"positions {start} to {end}")
 
 
 @torch.no_grad()
