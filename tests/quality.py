@@ -13,6 +13,7 @@ import random
 import re
 import sys
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file only
 from checkpoints.store import CHECKPOINTS, load_checkpoint
 from data.poems import CORPUS, FORMS, read_poems, split
-from data.prosody import line_ends, lines_of, read_prosody, rhymes_kept, tones_kept
+from data.prosody import line_ends, lines_of, read_prosody, tone_pairs
 from data.script import UserError, parse, progress, run
 from data.verse import choose_templates
 from generate import bounded, first_lines, next_logits, pad, prompt_ids, template_constraint, write
@@ -67,6 +68,18 @@ def stream_losses(model, vocab, poems):
     places = torch.cat(losses).mean(dim=0)  # (size,)
     cells = [(i, i + PLACES) for i in range(0, size, PLACES)] + [(size // 2, size)]
     return {f"{first} to {end - 1}": f"{places[first:end].mean():.3f}" for first, end in cells}
+
+
+def tones_kept(poem, prosody):
+    """(right, all) tone pairs of a poem, of characters that have a tone."""
+    known = [(a, b, sign) for a, b, sign in tone_pairs(poem) if a in prosody.tones and b in prosody.tones]
+    return sum((prosody.tones[a] == prosody.tones[b]) == (sign > 0) for a, b, sign in known), len(known)
+
+
+def rhymes_kept(poem, prosody):
+    """(rhyming, all) pairs of the poem's line ends; a character of no group rhymes with none."""
+    pairs = list(combinations(line_ends(poem), 2))
+    return sum(a in prosody.rhymes and prosody.rhymes[a] == prosody.rhymes.get(b) for a, b in pairs), len(pairs)
 
 
 def measure(poems, prosody, known, model, vocab):

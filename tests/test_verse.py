@@ -13,10 +13,11 @@ import pytest
 from conftest import real_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quality import rhymes_kept, tones_kept
 
 from data import prosody
 from data.poems import CORPUS, FORMS, converter, read_poems, split
-from data.prosody import Prosody, learn, line_ends, read_prosody, rhymes_kept, scan, tones_kept, write_prosody
+from data.prosody import Prosody, learn, line_ends, read_prosody, scan, write_prosody
 from data.script import UserError, run
 from data.verse import RICH, Place, TemplateConstraint, choose_templates, poem_template, regulated_templates
 
