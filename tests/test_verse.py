@@ -137,12 +137,9 @@ def test_the_command(files, language, capsys):
     corpus, target = files
     corpus.write_text("\n".join(language[0]), encoding="utf-8")
     assert run(prosody.main) == 0
-    training, held_out = split(list(dict.fromkeys(language[0])))
+    training, _ = split(list(dict.fromkeys(language[0])))
     assert read_prosody() == learn(training)
-    out = capsys.readouterr().out
-    assert "平    80 characters" in out
-    assert f"of the {len(held_out):,} poems held out, 1.000 of the line ends rhyme," in out
-    assert "1.000 of the tone pairs are right, 1.000 throughout" in out
+    assert "平    80 characters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", [None, b"", b"to be or not to be\n", "春风吹又生，一二三四五。".encode(), b"\xb4\xba"])
