@@ -215,7 +215,7 @@ class Training:
         torch.manual_seed(p.seed)
         sizes = (len(self.vocab), p.block_size, p.n_layer, p.n_head, p.n_embd, p.n_kv_head or None, p.dropout)
         try:
-            self.model = store.build(GPTConfig(*sizes)).to(device).train()
+            self.model = store.build(GPTConfig(*sizes), copies=5).to(device).train()
         except ValueError as error:
             raise UserError(str(error), 2) from None
         self.average = copy.deepcopy(self.model).eval()  # of the last weights: it is measured and kept
@@ -428,7 +428,7 @@ def check_not_interrupted(path):
 
 def load_corpus(path):
     """The poems of a corpus file; the Tang poems are prepared if need be. What is odd about them is said."""
-    if path.resolve() == CORPUS:
+    if path.resolve() == CORPUS.resolve():
         prepare()
     try:
         poems, remarks = read_poems(path)
@@ -446,7 +446,7 @@ def main():
     device = store.pick_device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: training bears the rounding, and the GPU gains by it
-    if args.corpus.resolve() != CORPUS and not args.corpus.is_file():
+    if args.corpus.resolve() != CORPUS.resolve() and not args.corpus.is_file():
         raise UserError(f"--corpus {args.corpus}: there is no such file", 2)
     with store.threads(args.threads), torch.random.fork_rng(devices=[]), claimed(args.out, args.corpus):
         if not args.resume:

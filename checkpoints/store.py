@@ -48,13 +48,16 @@ def load_state(path):
     return state
 
 
-def build(config):
-    """A GPT of that config with random weights. Raises ValueError if memory cannot hold it, before any is taken."""
+def build(config, copies=1):
+    """A GPT of that config with random weights. Raises ValueError, before any memory is taken, if there is too little.
+
+    copies: of the weights, that are to be held: training has gradients, an average, and two of the optimizer.
+    """
     C, kv = config.n_embd, config.n_embd // config.n_head * config.n_kv_head
     layer = C * (C + 2 * kv) + 9 * C * C + 2 * C  # c_attn, the other three matrices, the norms
     numbers = (config.vocab_size + config.block_size + 1) * C + config.n_layer * layer
     try:
-        torch.empty(numbers, dtype=torch.float32)
+        torch.empty(copies * numbers, dtype=torch.float32)
     except (RuntimeError, TypeError):  # TypeError: the number itself is too large
         raise ValueError(
             f"a model of {numbers:,} numbers takes {4 * numbers / 1e9:,.0f} GB, more than there is"
