@@ -16,6 +16,7 @@ os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempd
 import pytest
 import torch
 from hypothesis import settings
+from small_poet import as_shipped, poet, verse  # noqa: F401  fixtures of all files
 from torch import nn
 
 from gpt import GPT, GPTConfig

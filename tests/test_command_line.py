@@ -14,24 +14,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from conftest import ROOT, posix, seeded
-from test_generate import VOCAB, as_shipped, keeps_the_rules, shape, verse, verse_vocabulary  # noqa: F401
+from small_poet import LEVEL, OBLIQUE, VERSE, keeps_the_rules, shape
 
 import generate
 from checkpoints.store import load_state, save_checkpoint, save_state
-from data.poems import FORMS, PINYIN
+from data.poems import PINYIN
 from data.prosody import scan
 from data.script import run
 from gpt import probabilities
 
-# ruff: noqa: F811
+pytestmark = pytest.mark.usefixtures("as_shipped")
 SLOW = pytest.mark.slow
-CHARS = verse_vocabulary().chars
-HEADS = CHARS[3:5] + CHARS[130:132]  # two level tones and two oblique ones: they may begin lines, or a line
+CHARS = VERSE.chars
+HEADS = LEVEL[:2] + OBLIQUE[7:9]  # they may begin lines, or a line
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,6 @@ def checkpoints(verse, tiny, tmp_path_factory):
     save_checkpoint(good, *verse[:2], {"step": 3000, "val_loss": 4.1})
     state = load_state(good)
     (folder / "damaged.pt").write_bytes(good.read_bytes()[:3000])
-    (folder / "page.pt").write_bytes(b"<!DOCTYPE html>\n" * 50)
     save_state(folder / "latin.pt", state | {"chars": "\n,." + CHARS[3:]})
     save_state(folder / "prose.pt", state | {"chars": " ，。" + CHARS[3:]})
     state["weights"]["wte.weight"][5, 3] = float("nan")
@@ -69,7 +67,6 @@ def program(checkpoints, tmp_path, monkeypatch, capsys):
     return program
 
 
-# ---------------------------------------------------------------------------------------------------
 # The flags, alone and together. A value for each; None for a flag that takes none.
 
 VALUES = {
@@ -77,6 +74,11 @@ VALUES = {
     "chars": "3", "number": "2", "seed": "0", "max_chars": "9", "scan": None, "trace": None, "temperature": "1.3",
     "top_k": "50", "top_p": "0.6",
 }  # fmt: skip
+CHOOSING = {"temperature", "top_k", "top_p"}
+POET = set(VALUES) - {"demo", "next", "top"}
+APART = [
+    {"prompt", "acrostic"}, {"chars", "form"}, {"max_chars", "form"}, {"max_chars", "acrostic"}, {"trace", "number"},
+]  # fmt: skip
 
 
 def command(names):
@@ -86,47 +88,65 @@ def command(names):
 
 
 def goes_together(names):
-    """Whether a command has these flags, by the tables of generate.py."""
-    taken = any(names <= takes and (name == "poem" or name in names) for name, takes in generate.TAKES.items())
-    apart = any(set(pair.split()) <= names for pair in generate.APART)
-    return taken and not apart and all(other in names for name, other in generate.NEEDS.items() if name in names)
-
-
-def test_the_tables_know_every_flag():
-    """A flag of the parser that no command takes, so that nothing below looks at it."""
-    flags = {action.dest for action in generate.make_parser()._actions}
-    assert flags - {"help", "checkpoint", "device", "threads"} == set().union(*generate.TAKES.values()) == set(VALUES)
+    """Whether a command may have these flags."""
+    if "demo" in names or "next" in names or "top" in names:
+        return names == {"demo"} or "next" in names and names <= {"next", "top"} | CHOOSING
+    needed = ("loose" not in names or "form" in names) and ("chars" not in names or "acrostic" in names)
+    return needed and not any(pair <= names for pair in APART)
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=SLOW)])
-def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, size):
+def test_flags_that_do_not_go_together_are_refused(capsys, size):
     """A flag that the command does not use was passed over in silence, or one that it does use was refused."""
+    assert {action.dest for action in generate.make_parser()._actions} == {
+        *VALUES, "help", "checkpoint", "device", "threads"
+    }  # fmt: skip
     for names in map(set, itertools.combinations(VALUES, size)):
         try:
             args, status = generate.parse_args(command(names)), 0
+            assert args.command == next((name for name in ("demo", "next") if name in names), "poem")
         except SystemExit as end:
             status = end.code
         assert status == (0 if goes_together(names) else 2), names
         said = capsys.readouterr().err.splitlines()
         assert not said if status == 0 else said[-1].startswith(f"{os.path.basename(sys.argv[0])}: error: --"), said
-        if status == 0:
-            assert args.command == next((name for name in ("demo", "next") if name in names), "poem")
 
 
-def test_a_default_that_is_typed_is_a_flag(program):
-    """-n 1 alone ran the six demos, and --chars 7 was passed over in silence."""
-    status, out, _ = program("-n", "1")
-    assert (status, out.count("\n")) == (0, 1)
-    assert program("--chars", "7")[0] == 2
-    assert program("--next", CHARS[3], "--max-chars", "100")[0] == 2
-    assert program("--trace", "-n", "1")[0] == 0
+def test_a_default_that_is_typed_is_a_flag():
+    """-n 1 alone ran the six demos, --chars 7 was passed over in silence; or --trace -n 1 was refused."""
+    assert generate.parse_args([]).command == "demo"
+    for right in (["-n", "1"], ["--trace", "-n", "1"], ["--temperature", "0.8"]):
+        assert generate.parse_args(right).command == "poem"
+    for wrong in (["--chars", "7"], ["--next", "春", "--max-chars", "100"], ["--top", "20"]):
+        with pytest.raises(SystemExit):
+            generate.parse_args(wrong)
 
 
-def poem_commands(sizes, n=None):
-    """Sets of the poet's flags that go together; a random n of them if n is given."""
-    all_sets = itertools.chain(*(itertools.combinations(sorted(generate.TAKES["poem"]), size) for size in sizes))
-    right = [names for names in all_sets if goes_together(set(names))]
-    return right if n is None else random.Random(1).sample(right, n)
+def test_forms_by_their_latin_names():
+    """Without a Chinese keyboard no form could be asked for, or another one came."""
+    asked = [(latin, generate.parse_args(["--form", latin]).form) for latin in PINYIN]
+    assert asked == [("wujue", "五绝"), ("qijue", "七绝"), ("wulv", "五律"), ("qilv", "七律")]
+
+
+def poem_commands(sizes):
+    """The sets of so many of the poet's flags that go together."""
+    sets = (set(names) for size in sizes for names in itertools.combinations(sorted(POET), size))
+    return [names for names in sets if goes_together(names)]
+
+
+def pairs(names):
+    return set(itertools.combinations(sorted(names), 2))
+
+
+def every_pair():
+    """A few commands in which each flag stands beside each other that goes with it."""
+    commands = [(names, pairs(names)) for names in poem_commands(range(2, 8))]
+    missing, chosen = set().union(*(its for _, its in commands)), []
+    while missing:
+        names, its = max(commands, key=lambda command: len(missing & command[1]))
+        chosen.append(names)
+        missing -= its
+    return chosen
 
 
 def check_promises(program, verse, names):
@@ -175,34 +195,32 @@ def check_promises(program, verse, names):
             assert ruled > 0 or (t <= 6 and free > 0)
 
 
+SETS = {
+    "alone": lambda: poem_commands([1]),
+    "each beside each": every_pair,
+    "pairs": lambda: poem_commands([2]),
+    "some": lambda: random.Random(1).sample(poem_commands(range(3, 7)), 60),
+}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "n"),
-    [((1,), None), ((2,), 12), pytest.param((2,), None, marks=SLOW), pytest.param((3, 4, 5, 6), 60, marks=SLOW)],
+    "sets", ["alone", "each beside each", *(pytest.param(name, marks=SLOW) for name in ("pairs", "some"))]
 )
-def test_each_flag_keeps_its_promise_beside_others(program, verse, sizes, n):
+def test_each_flag_keeps_its_promise_beside_others(program, verse, sets):
     """A flag was dropped, or did something else, alone or beside others."""
-    for names in [*poem_commands(sizes, n), ("form", "loose", "scan")]:  # the last is easily mistaken
+    for names in [*SETS[sets](), {"form", "loose", "scan"}]:  # the last is easily mistaken
         check_promises(program, verse, names)
 
 
 def test_the_likeliest_poem(program):
     """temperature 0, top-k 1 or the smallest top-p drew by chance, or poems that are the same were not said to be."""
     made = set()
-    for flags in (["--temperature", 0, "--top-k", 9], ["--top-k", 1], ["--top-p", "1e-9"], ["--temperature", "1e-320"]):
-        status, out, err = program("--prompt", CHARS[3], "-n", 2, *flags)
+    for flags in (["--temperature", 0, "--top-k", 9], ["--top-k", 1], ["--top-p", "1e-9"]):
+        _, out, err = program("--prompt", CHARS[3], "-n", 2, "--max-chars", 20, *flags)
         made |= set(out.splitlines())
         assert ("the 2 poems are the same" in err) == (flags[1] == 0)
     assert len(made) == 1
-    assert "the same\n" not in program("--prompt", CHARS[3], "--temperature", 0)[2]
-
-
-def test_forms_by_their_latin_names(program):
-    """Without a Chinese keyboard no form could be asked for, or another one came."""
-    for latin, form in PINYIN.items():
-        flags = ["--loose", "--seed", 1]
-        assert program("--form", latin, *flags)[:2] == program("--form", form, *flags)[:2]
-        assert shape(*FORMS[form]).fullmatch(program("--form", latin, *flags)[1].strip())
-        assert f"{form} or {latin}" in " ".join(generate.make_parser().format_help().split())
+    assert "the same\n" not in program("--prompt", CHARS[3], "--max-chars", 3, "--temperature", 0)[2]
 
 
 WRONG = [
@@ -229,96 +247,68 @@ def test_wrong_values_are_refused_before_a_model_is_loaded(program, arguments):
 
 
 def test_values_at_the_ends_of_their_ranges(program):
-    """A value at the end of its range ended in a traceback or in nothing."""
+    """A value at the end of its range, or a default, ended in a traceback or in nothing."""
     for flags in (
-        ["--temperature", "1000000"], ["--top-k", "1000000000"], ["--top-p", "1"], ["--seed", 2**63 - 1],
-        ["--chars", 100, "--acrostic", HEADS[0]], ["--next", HEADS, "--top", 10**6], ["--prompt", HEADS * 99],
-        ["--next", ""], ["--max-chars", 1],
+        ["--temperature", "1000000", "--top-k", "1000000000", "--top-p", "1", "--seed", 2**63 - 1, "--max-chars", 1],
+        ["--next", HEADS, "--top", 10**6], ["--prompt", HEADS * 99, "--max-chars", 1], ["--next", ""],
     ):  # fmt: skip
         status, out, err = program(*flags)
         assert (status, bool(out)) == (0, True), err
     assert program("--next", HEADS)[1].count("\n") == 21  # 20 characters and the others
+    assert shape(7, 1).fullmatch(program("--acrostic", HEADS[0])[1].strip())
+    assert shape(100, 1).fullmatch(program("--acrostic", HEADS[0], "--chars", 100)[1].strip())
 
 
 def test_help_and_its_examples():
     """A flag that --help does not explain, or an example that its own program refuses."""
-    text = generate.make_parser().format_help()
-    for name in [*VALUES, "checkpoint", "device", "threads"]:
-        assert re.search(
-            rf"^  (-n.*)?--{name.replace('_', '-')}[ ,\n][^\n]*(\n {{20,}}[^\n]*)?[a-z]{{3}}", text, re.MULTILINE
-        ), name
-    examples = re.findall(r"^  python generate.py (.*)$", text, re.MULTILINE)
-    assert len(examples) >= 7
+    parser = generate.make_parser()
+    assert all(action.help for action in parser._actions)
+    examples = re.findall(r"^  python generate.py (.*)$", parser.format_help(), re.MULTILINE)
+    assert len(examples) >= 5
     for example in examples:
         generate.parse_args(shlex.split(example))
 
 
-# ---------------------------------------------------------------------------------------------------
 # What is said, and with which status
 
+UNUSABLE = [  # (arguments, what the last line says)
+    *(([flag, "spring 😀s"], rf"{flag}: .*s U\+0073  p U\+0070 .*😀 U\+1F600; it knows such as {flag} [{CHARS}]+")
+      for flag in ("--prompt", "--acrostic", "--next")),
+    *((["--acrostic", heads], "give the characters that begin the lines") for heads in ("", " ", HEADS[0] + "，")),
+    (["--acrostic", HEADS[:2], "--form", "五绝"], "2 characters, but 五绝 has 4 lines"),
+    (["--prompt", "，", "--form", "五绝"], "--prompt cannot begin 五绝"),
+    (["--next", HEADS, "--device", "nonsense"], "--device nonsense: not there"),
+    *((["--checkpoint", "latin.pt", *flags], "， U\\+FF0C")
+      for flags in (["--acrostic", HEADS], ["--form", "五绝"], ["--form", "五绝", "--loose"])),
+    *((["--checkpoint", name, "--next", HEADS], name) for name in ("missing.pt", ".", "damaged.pt", "prose.pt")),
+]  # fmt: skip
 
-def test_unknown_characters_are_answered_with_what_is_known(program):
-    """A prompt in Latin letters was refused without a word of what the model knows, or only its first letter named."""
-    for flag in ("--prompt", "--acrostic", "--next"):
-        status, out, err = program(flag, "spring 😀s")
-        assert (status, out) == (2, "")
-        known = re.search(r"generate.py: .*s U\+0073  p U\+0070 .*😀 U\+1F600.*; it knows such as (--\w+) (\w+)\n", err)
-        assert known[1] == flag
-        assert set(known[2]) <= set(CHARS)
+
+@pytest.mark.parametrize(("arguments", "said"), UNUSABLE, ids=lambda value: str(value)[:40])
+def test_input_that_cannot_be_used(program, checkpoints, monkeypatch, arguments, said):
+    """A prompt, heads or a file that cannot be used ended in a traceback, in a poem of no lines, or was not named."""
+    monkeypatch.chdir(checkpoints)
+    status, out, err = program(*arguments)
+    assert (status, out) == (1 if said in ("damaged.pt", "prose.pt") else 2, "")
+    assert re.search("^generate.py: .*" + said, err.splitlines()[-1])
+
+
+def test_a_nan_weight(program, checkpoints):
+    """A NaN weight ended in the sampler's own error, in junk or in shares of nan%."""
+    for arguments in (["--trace", "--top-k", 1], ["--form", "五绝"], ["--next", HEADS], ["--demo", 6]):
+        status, out, err = program("--checkpoint", checkpoints / "nan.pt", *arguments)
+        assert (status, "nan%" in out) == (1, False)
+        assert re.search(f"generate.py: {re.escape(str(checkpoints / 'nan.pt'))}: .*non-finite logits", err)
 
 
 def test_the_window_and_what_was_cut_are_said(program):
     """A prompt longer than the window, or a poem that had not ended, went without a word."""
-    _, out, err = program("--prompt", CHARS[3] * 65, "--max-chars", 3, "--seed", 1)
+    flags = ["--max-chars", 3, "--seed", 1]
+    _, out, err = program("--prompt", CHARS[3] * 65, *flags)
     assert "--prompt has 65 characters; the model sees the last 64" in err
     assert ("1 of 1 had not ended after 3 characters (--max-chars)" in err) == (len(out) == 69)
     assert "of 65 characters the model sees the last 64" in program("--next", CHARS[3] * 65)[2]
-    assert "sees" not in program("--next", CHARS[3] * 64)[2] + program("--prompt", CHARS[3] * 64, "--seed", 1)[2]
-
-
-@pytest.mark.parametrize("heads", ["", " ", "\n", "\u3000", HEADS[0] + "，", "。", HEADS[:2]])
-def test_heads_that_are_none_or_too_few(program, heads):
-    """An acrostic without heads or with marks for heads was a poem of no lines, one of two a form of four lines."""
-    status, out, err = program("--acrostic", heads, *(["--form", "五绝"] if heads == HEADS[:2] else []))
-    assert (status, out) == (2, "")
-    reason = "2 characters, but 五绝 has 4 lines" if heads == HEADS[:2] else "give the characters that begin the lines"
-    assert reason in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", ["missing.pt", ".", "damaged.pt", "page.pt", "prose.pt"])
-def test_checkpoints_that_cannot_be_used(program, checkpoints, name):
-    """A missing, damaged or foreign checkpoint ended in a traceback, or was not named."""
-    for arguments in ([], ["--prompt", CHARS[3]], ["--next", CHARS[3]]):
-        status, out, err = program("--checkpoint", checkpoints / name, *arguments)
-        assert (status, out) == (2 if name in ("missing.pt", ".") else 1, "")
-        assert re.fullmatch(f"generate.py: .*{re.escape(str(checkpoints / name))}.*\n", err)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--temperature", 0], ["--trace", "--top-k", 1], ["--form", "五绝"],
-     ["--acrostic", HEADS], ["--next", HEADS], ["--demo", 2], ["--demo", 6]],
-    ids=str,
-)  # fmt: skip
-def test_a_nan_weight(program, checkpoints, arguments):
-    """A NaN weight ended in the sampler's own error, in junk or in shares of nan%."""
-    status, out, err = program("--checkpoint", checkpoints / "nan.pt", *arguments)
-    assert status == 1
-    assert f"generate.py: {checkpoints / 'nan.pt'}: " in err
-    assert "non-finite logits" in err
-    assert "nan%" not in out
-
-
-def test_a_model_without_the_marks(program, checkpoints):
-    """A model whose corpus has no ， and 。 could do nothing at all, or a form ended in a traceback."""
-    model = ["--checkpoint", checkpoints / "latin.pt"]
-    for arguments in (["--next", HEADS], ["--prompt", HEADS, "--seed", 1], ["--demo", 1, 4, 5]):
-        status, out, err = program(*model, *arguments)
-        assert (status, bool(out)) == (0, True), err
-    for arguments in (["--acrostic", HEADS], ["--form", "五绝"], ["--form", "五绝", "--loose"]):
-        status, out, err = program(*model, *arguments)
-        assert (status, out) == (2, "")
-        assert "， U+FF0C" in err
+    assert "sees" not in program("--next", CHARS[3] * 64)[2] + program("--prompt", CHARS[3] * 64, *flags)[2]
 
 
 def test_which_checkpoint(program, tmp_path, checkpoints, monkeypatch, capsys):
@@ -335,11 +325,8 @@ def test_which_checkpoint(program, tmp_path, checkpoints, monkeypatch, capsys):
         assert capsys.readouterr().err == f"model: {name}, validation loss 4.100\n"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", "平 春\n".encode()])
-def test_without_the_tones(program, monkeypatch, tmp_path, content):
-    """Without data/prosody.txt, or with half of it, a form ended in a traceback; --loose needs none."""
-    if content is not None:
-        (tmp_path / "prosody.txt").write_bytes(content)
+def test_without_the_tones(program, monkeypatch, tmp_path):
+    """Without data/prosody.txt a form ended in a traceback; --loose needs none."""
     monkeypatch.setattr("data.prosody.PROSODY", tmp_path / "prosody.txt")
     status, out, err = program("--form", "五绝")
     assert (status, out) == (1, "")
@@ -354,27 +341,12 @@ def test_the_device_and_the_threads_are_taken(program, monkeypatch):
     for more in ([], ["--threads", "3"], ["--threads", "2", "--device", "auto"]):
         assert program("--next", HEADS, *more)[0] == 0
     assert (seen, torch.get_num_threads()) == ([1, 3, 2], before)
-    for device in ("nonsense", "", "cpu:-1", "meta"):
-        status, out, err = program("--next", HEADS, "--device", device)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert f"generate.py: --device {device}: not there" in err
     monkeypatch.setattr(generate, "pick_device", lambda name: torch.device("meta"))
     monkeypatch.setattr(generate, "print_next", lambda model, *a: seen.append(model.wte.weight.device.type))
     assert program("--next", HEADS)[0] == 0
     assert seen[-1] == "meta"
 
 
-def test_main_in_a_thread(program):
-    """Outside of the main thread the program ended in an error about signals."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(program("--prompt", HEADS, "--seed", 1)))
-    thread.start()
-    thread.join()
-    assert results[0][0] == 0
-    assert results[0][1].startswith(HEADS)
-
-
-# ---------------------------------------------------------------------------------------------------
 # Streams
 
 
@@ -397,23 +369,18 @@ class Stream(io.StringIO):
         return os.open(os.devnull, os.O_WRONLY)  # instead of the tests' own
 
 
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-def test_an_output_that_takes_no_more(program, monkeypatch, capsys, number):
-    """A reader that has enough, as each system says it, ended in an error; or a full disk went without one."""
-    out = Stream(number, after=1)
-    monkeypatch.setattr(sys, "stdout", out)
-    status, _, err = program("-n", 3, "--seed", 1, "--max-chars", 3)
-    full = number == errno.ENOSPC
-    assert (status, out.getvalue().count("\n")) == (int(full), 1)
-    assert err.splitlines()[1:] == (["generate.py: the output: No space left on device"] if full else [])
-
-
-def test_notices_that_nobody_reads_cost_no_poem(program, monkeypatch):
-    """The reader of stderr went away, or its disk was full, and the poems ended there."""
-    for error in (errno.EPIPE, errno.ENOSPC):
-        monkeypatch.setattr(sys, "stderr", Stream(error))
-        status, out, _ = program("-n", 3, "--seed", 1, "--scan", "--max-chars", 3)
-        assert (status, out.count("\n")) == (0, 3)
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_takes_no_more(program, monkeypatch, stream, number):
+    """A reader that has enough ended in an error, a full disk went without one; or unread notices cost a poem."""
+    failing = Stream(number, after=1)
+    monkeypatch.setattr(sys, stream, failing)
+    status, out, err = program("-n", 3, "--seed", 1, "--scan", "--max-chars", 3)
+    lost = stream == "stdout" and number == errno.ENOSPC
+    assert status == lost
+    assert (failing.getvalue() if stream == "stdout" else out).count("\n") == (1 if stream == "stdout" else 3)
+    assert ("generate.py: the output: No space left on device\n" in err) == lost
+    assert err.count("generate.py") == lost
 
 
 def test_poems_that_are_written_stay(program, monkeypatch, verse):
@@ -446,7 +413,6 @@ def test_demos_name_the_model_last(program, monkeypatch):
     assert re.fullmatch("model: .*poet.pt, validation loss 4.100", lines[-1])
 
 
-# ---------------------------------------------------------------------------------------------------
 # Real processes
 
 
@@ -501,23 +467,11 @@ def test_the_output_is_the_same_everywhere(home):
 
 @SLOW
 @posix
-@pytest.mark.parametrize("way", ["closed pipe", "Ctrl-C", "full disk", "no stdout", "undecodable"])
+@pytest.mark.parametrize("way", ["closed pipe", "Ctrl-C", "undecodable"])
 def test_ends_of_a_process(home, way):
     """A closed pipe, Ctrl-C, a full disk or bytes of another encoding ended in a traceback or another status."""
     many = ["-n", "1000000", "--seed", "1", "--max-chars", "20"]
-    if way == "full disk":
-        with open("/dev/full", "wb") as full:
-            process = start(home, *many, stdout=full)
-            _, err = process.communicate(timeout=300)
-        assert (process.returncode, err.decode().splitlines()[1:]) == (
-            1,
-            ["generate.py: the output: No space left on device"],
-        )
-    elif way == "no stdout":
-        command = shlex.join([sys.executable, str(home / "generate.py"), "--prompt", "x", "--device", "cpu"])
-        result = subprocess.run(["sh", "-c", command + " >&-"], stderr=subprocess.PIPE, timeout=300, check=False)
-        assert (result.returncode, result.stderr.count(b"\n")) == (2, 2)
-    elif way == "undecodable":
+    if way == "undecodable":
         command = [sys.executable, home / "generate.py", "--prompt", "春".encode("gbk")]
         result = subprocess.run(command, capture_output=True, timeout=300, check=False)
         assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (2, b"", 2)
