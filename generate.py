@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoints.store import CHECKPOINTS, load_checkpoint, pick_device, threads
-from data.poems import CORPUS, FORMS, PINYIN, converter, in_known_characters, tidy
+from data.poems import CORPUS, FORMS, PINYIN, converter, in_known_characters, read_file, tidy
 from data.prosody import read_prosody, scan
 from data.script import UserError, notice, parse, progress, run
 from data.verse import TemplateConstraint, choose_templates, may_stand, poem_template
@@ -143,7 +143,7 @@ def demo_next(model, vocab):
         best, ids = probs.topk(min(NEXT_TOP, len(vocab)))
         shown = zip(vocab.decode(ids), best.tolist(), strict=True)
         print(f"  「{text}」→ " + "  ".join(f"{show_char(char)} {100 * p:.1f}%" for char, p in shown))
-    corpus = CORPUS.read_text(encoding="utf-8", errors="replace") if CORPUS.exists() else ""
+    corpus = read_file(CORPUS).decode("utf-8", "replace") if CORPUS.exists() else ""
     if texts and text in corpus and "。" in vocab.ids:  # what the model's last probability can be held against
         n, followed = corpus.count(text), corpus.count(text + "。")
         print(
@@ -567,7 +567,7 @@ def load_model(args):
     return (
         model,
         vocab,
-        f"model: {os.path.relpath(args.checkpoint)}"
+        f"model: {'/'.join(args.checkpoint.parts[-2:])}"
         + (f", validation loss {loss:.3f}" if isinstance(loss, float) else ""),
     )
 
