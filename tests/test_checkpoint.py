@@ -4,11 +4,9 @@ import contextlib
 import os
 import pickle
 import re
-import signal
 
 import pytest
 import torch
-from conftest import posix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,19 +57,15 @@ class RunsCode:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("how", ["torch.save", "pickle", "old torch.save", "inside info"])
+@pytest.mark.parametrize("how", ["torch.save", "old torch.save", "pickle"])
 def test_code_in_a_file_is_not_run(saved, tmp_path, how):
     """A checkpoint runs code when it is read."""
     path, ran = saved[0], tmp_path / "ran"
-    bad = RunsCode(ran)
-    if how == "torch.save":
-        torch.save(bad, path)
-    elif how == "old torch.save":
-        torch.save({"weights": bad}, path, _use_new_zipfile_serialization=False)
-    elif how == "pickle":
-        path.write_bytes(pickle.dumps(bad, protocol=2))
+    bad = load_state(path) | {"info": RunsCode(ran)}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(RunsCode(ran), protocol=2))
     else:
-        torch.save(load_state(path) | {"info": {"step": bad}}, path)
+        torch.save(bad, path, _use_new_zipfile_serialization=how == "torch.save")
     with pytest.raises(CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint"):
         load_checkpoint(path)
     assert not ran.exists()
@@ -82,9 +76,7 @@ def test_values_in_a_file_are_plain(saved):
 
     def walk(value):
         assert type(value) in (torch.Tensor, str, int, float, bool, list, dict), type(value)
-        if isinstance(value, dict):
-            value = [*value, *value.values()]
-        for item in value if isinstance(value, list) else ():
+        for item in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
             walk(item)
 
     state = torch.load(saved[0], weights_only=True)
@@ -93,21 +85,15 @@ def test_values_in_a_file_are_plain(saved):
 
 
 WRONG = {  # what is done to the state, or to its weights, and what is named
-    "missing": (lambda s, w: w.pop("wpe.weight"), ["Missing", "wpe.weight"]),
-    "unknown": (lambda s, w: w.update({"lm_head.bias": torch.zeros(20)}), ["Unexpected", "lm_head.bias"]),
-    "renamed": (lambda s, w: w.update({"pos.weight": w.pop("wpe.weight")}), ["pos.weight", "wpe.weight"]),
+    "renamed": (lambda s, w: w.update(position=w.pop("wpe.weight")), ["Missing", "wpe", "Unexpected", "position"]),
     "window": (lambda s, w: w.update({"wpe.weight": torch.ones(16, 16)}), ["wpe.weight", "[16, 16]", "[8, 16]"]),
     "two missing": (lambda s, w: [w.pop(f"h.1.ln_{n}.weight") for n in (1, 2)], ["h.1.ln_1", "h.1.ln_2"]),
     "no tensor": (lambda s, w: w.update({"ln_f.weight": 1.0}), ["ln_f.weight"]),
     "no names": (lambda s, w: s.update(weights=[1]), ["list"]),
     "fewer characters": (lambda s, w: s.update(chars=VOCAB.chars[:-1]), ["19 characters, vocab_size 20"]),
     "character twice": (lambda s, w: s.update(chars=VOCAB.chars[:-1] + "春"), ["of 20 characters only 19"]),
-    "no characters": (lambda s, w: s.pop("chars"), ["chars"]),
-    "no config": (lambda s, w: s.pop("config"), ["config"]),
-    "no weights": (lambda s, w: s.pop("weights"), ["weights"]),
-    "no info": (lambda s, w: s.pop("info"), ["info"]),
+    **{part: (lambda s, w, part=part: s.pop(part), [part]) for part in ("chars", "config", "weights", "info")},
     "another project": (lambda s, w: s.update(config={"d_model": 16}), ["d_model"]),
-    "config that is none": (lambda s, w: s.update(config=3), ["mapping"]),
     "heads": (lambda s, w: s["config"].update(n_head=3), ["n_embd 16", "n_head 3"]),
     "size in words": (lambda s, w: s["config"].update(block_size="8"), ["block_size is '8'"]),
     "too large": (lambda s, w: s["config"].update(vocab_size=10**12), ["64,000 GB"]),
@@ -127,30 +113,22 @@ def test_parts_that_do_not_fit_are_named(saved, name):
     assert "\n" not in str(caught.value)
 
 
-@given(st.one_of(st.floats(0, 0.999), st.binary(max_size=40)))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_cut_or_foreign_file_is_named(saved, content):
-    """A file cut short anywhere, or junk, ends in an error of torch's without the file's name, or without advice."""
-    path = saved[0]
-    whole = path.read_bytes()
-    path.write_bytes(content if isinstance(content, bytes) else whole[: int(len(whole) * content)])
-    with pytest.raises(
-        CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint \(.+\); train it again, or fetch"
-    ):
-        load_checkpoint(path)
-    path.write_bytes(whole)
-
-
-@given(st.floats(0, 0.999), st.integers(0, 7))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_is_noticed(saved, place, bit):
-    """A bit that changed on the way makes other weights, and the model writes on with them."""
+@given(st.one_of(st.floats(0, 0.999), st.binary(max_size=40), st.tuples(st.floats(0, 0.999), st.integers(0, 7))))
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file(saved, damage):
+    """A file cut short, junk or one with a flipped bit is used, or ends in an error without its name or advice."""
     path, model = saved
     whole = path.read_bytes()
-    changed = bytearray(whole)
-    changed[int(place * len(whole))] ^= 1 << bit
-    path.write_bytes(changed)
-    with contextlib.suppress(CheckpointError):  # or it is a byte without a meaning, such as a date
+    flipped = isinstance(damage, tuple)
+    if flipped:
+        place = int(damage[0] * len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << damage[1]]) + whole[place + 1 :])
+    else:
+        path.write_bytes(damage if isinstance(damage, bytes) else whole[: int(len(whole) * damage)])
+    said = pytest.raises(
+        CheckpointError, match=r"gpt\.pt is damaged or not a checkpoint \(.+\); train it again, or fetch"
+    )
+    with contextlib.suppress(CheckpointError) if flipped else said:  # a bit may have no meaning, as in a date
         check_whole(path, model)
     path.write_bytes(whole)
 
@@ -205,24 +183,17 @@ def test_a_file_from_a_gpu_opens_on_the_cpu(saved, monkeypatch):
     check_whole(*saved)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Saves that fail; devices
+def test_a_save_that_fails(saved, monkeypatch):
+    """A save that ends in the middle destroys the good file; test_script.py has all its ways to end."""
 
+    def stop(*args):
+        raise KeyboardInterrupt
 
-@posix
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_save_that_is_killed(saved, call):
-    """Kill -9 in the middle of a save destroys the good file, or what it leaves is taken for a checkpoint."""
-    path, model = saved
-    if (child := os.fork()) == 0:
-        setattr(os, call, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-        save_state(path, {"new": torch.zeros(1000)})
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    check_whole(path, model)
-    assert sorted(os.listdir(path.parent)) == [".gpt.pt.tmp", "gpt.pt"]
-    save_state(path, {"new": 1})
-    assert load_state(path) == {"new": 1}
-    assert os.listdir(path.parent) == ["gpt.pt"]
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_state(saved[0], {"new": torch.zeros(1000)})
+    check_whole(*saved)
+    assert os.listdir(saved[0].parent) == ["gpt.pt"]
 
 
 def test_devices(monkeypatch):
@@ -235,12 +206,3 @@ def test_devices(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, found=found: found)
         monkeypatch.setattr(torch, "zeros", lambda n, device, name=name: torch.ones(1) if device == name else None)
         assert store.pick_device("auto") == torch.device(name)
-
-
-def test_threads_are_as_before():
-    """A run changes the number of threads of the session that called it."""
-    before = torch.get_num_threads()
-    with contextlib.suppress(KeyError), store.threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise KeyError
-    assert torch.get_num_threads() == before
