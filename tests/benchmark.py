@@ -4,19 +4,17 @@
     python tests/benchmark.py decode --chart     # also the time by length as a mermaid chart
     python tests/benchmark.py train              # where the time of a training step goes
 
-transformers, and llama.cpp (packages llama-cpp-python and gguf), take part where they are installed. Contenders take
-turns, round by round, so that whatever else the machine does falls on all of them alike. Each is warmed up first;
-quoted are the median of the rounds, the shortest and the longest, and for a ratio the median of the rounds' ratios.
+transformers takes part where it is installed. Contenders take turns, round by round, so that whatever else the
+machine does falls on all of them alike. Each is warmed up first; quoted are the median of the rounds, the shortest
+and the longest, and for a ratio the median of the rounds' ratios.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import itertools
 import math
 import statistics
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks beside this file only
 from checkpoints.store import CHECKPOINTS, load_checkpoint, threads
 from data.poems import CORPUS, read_poems, split
-from data.script import UserError, notice, parse, progress, run
+from data.script import notice, parse, progress, run
 from generate import bounded
 from gpt import GPT, GPTConfig, Vocabulary
 from train import batches, learn, make_optimizers, parse_args, step_texts, texts_of
@@ -43,10 +41,8 @@ LENGTHS = (32, 64, 120)  # characters of a single text
 BATCHES, BATCH_LENGTH = (1, 3, 16, 64), 64
 LONG_BLOCK, LONG_LENGTHS = 512, (100, 200, 300, 400, 500)
 MATRIX = 2048  # rows and columns of the product that a training step is held against
-LARGEST_DIFFERENCE = 1e-2  # between our logits and llama.cpp's, before their speeds are compared
 
 
-# ---------------------------------------------------------------------------------------------------
 # The contenders
 
 
@@ -122,118 +118,6 @@ def as_gpt2(model):
     return other.eval()
 
 
-class LlamaCpp:
-    """llama.cpp with our weights, which it reads from a GGUF file; weights and KV cache are float32 as ours are."""
-
-    def __init__(self, model, threads):
-        import llama_cpp
-
-        self.lib, self.threads, self.vocab_size = llama_cpp, threads, model.config.vocab_size
-        self.silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept, for llama.cpp goes on calling it
-        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers, params.use_mmap = 0, False
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "gpt.gguf"
-            write_gguf(model, path)
-            self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-        if not self.model:
-            raise UserError("llama.cpp does not load the GGUF file of our weights")
-        self.sampler = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for part in (llama_cpp.llama_sampler_init_temp(1.0), llama_cpp.llama_sampler_init_dist(1)):
-            llama_cpp.llama_sampler_chain_add(self.sampler, part)
-
-    def start(self, rows, length):
-        """Room for `rows` texts of `length` characters, for `step`."""
-        params = self.lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.n_batch = rows * length, rows, 512
-        params.n_threads = params.n_threads_batch = self.threads
-        params.type_k = params.type_v = 0  # GGML_TYPE_F32
-        params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to 16 bits
-        context, batch = self.lib.llama_init_from_model(self.model, params), self.lib.llama_batch_init(rows, 0, 1)
-        batch.n_tokens = rows
-        for row in range(rows):
-            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, row, 1
-        return context, batch
-
-    def step(self, context, batch, ids, position):
-        """Feed ids, a character for each row, all at the same position."""
-        for row, i in enumerate(ids):
-            batch.token[row], batch.pos[row] = i, position
-        if self.lib.llama_decode(context, batch):
-            raise UserError(f"llama.cpp fails at position {position}")
-
-    def writer(self, first, rows, length):
-        """A function of n that writes n <= length characters in each row, after first."""
-        context, batch = self.start(rows, length)
-
-        def write(n):
-            self.lib.llama_memory_clear(self.lib.llama_get_memory(context), True)
-            ids = [first] * rows
-            for position in range(n):
-                self.step(context, batch, ids, position)
-                ids = [self.lib.llama_sampler_sample(self.sampler, context, row) for row in range(rows)]
-
-        return write
-
-    def logits(self, ids):
-        """ids, a list -> the logits after each of them, (T, V)."""
-        context, batch = self.start(1, len(ids))
-        rows = []
-        for position, i in enumerate(ids):
-            self.step(context, batch, [i], position)
-            rows.append(np.ctypeslib.as_array(self.lib.llama_get_logits(context), (self.vocab_size,)).copy())
-        self.lib.llama_free(context)
-        return np.stack(rows)
-
-
-def write_gguf(model, path):
-    """Write our model to path as a GGUF file of the gpt2 architecture, in float32, its biases 0."""
-    import gguf
-
-    c = model.config
-    file = gguf.GGUFWriter(str(path), "gpt2")
-    file.add_context_length(c.block_size)
-    file.add_embedding_length(c.n_embd)
-    file.add_feed_forward_length(4 * c.n_embd)
-    file.add_block_count(c.n_layer)
-    file.add_head_count(c.n_head)
-    file.add_layer_norm_eps(1e-5)
-    file.add_vocab_size(c.vocab_size)
-    file.add_tokenizer_model("no_vocab")
-    names = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
-    parts = {
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
-    }
-    names |= {f"h.{i}.{ours}": f"blk.{i}.{theirs}" for i in range(c.n_layer) for ours, theirs in parts.items()}
-    for ours, weight in model.state_dict().items():
-        name = names[ours.removesuffix(".weight")]
-        file.add_tensor(f"{name}.weight", weight.numpy())
-        if not name.endswith("embd"):
-            file.add_tensor(f"{name}.bias", np.zeros(len(weight), np.float32))
-    file.add_tensor("output.weight", model.wte.weight.detach().numpy())
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
-
-
-def check_llama_cpp(llama, model, first):
-    """Raise UserError unless llama.cpp has our logits, for a full window of what our model writes."""
-    ids = model.generate(torch.tensor([[first]]), model.config.block_size - 1, generator=seeded())
-    with torch.inference_mode():
-        ours = model(ids)[0][0].numpy()  # (T, V)
-    difference = np.abs(llama.logits(ids[0].tolist()) - ours).max()
-    if not difference <= LARGEST_DIFFERENCE:
-        raise UserError(f"llama.cpp's logits differ from ours by {difference:.3g}, more than {LARGEST_DIFFERENCE}")
-
-
 def installed(*packages):
     missing = [name for name in packages if not importlib.util.find_spec(name)]
     if missing:
@@ -245,7 +129,7 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def decoders(model, first, llama):
+def decoders(model, first):
     """{name: a function of n that writes n characters after the one character first}, all with the same weights."""
     idx = torch.tensor([[first]])
     lesson = Lesson(model).eval()
@@ -266,12 +150,9 @@ def decoders(model, first, llama):
         kwargs = {"do_sample": True, "top_k": 0, "use_cache": True, "pad_token_id": 0}
         mask = torch.ones_like(idx)
         contenders["transformers"] = lambda n: other.generate(idx, max_new_tokens=n, attention_mask=mask, **kwargs)
-    if llama:
-        contenders["llama.cpp"] = llama.writer(first, 1, model.config.block_size)
     return contenders
 
 
-# ---------------------------------------------------------------------------------------------------
 # What is measured. `decode` and `train` return (which model it was measured on, tables, ratios).
 # tables: (title, {(name of the row, name of the column): the numbers of all rounds})
 # ratios: (name, seconds or rates of all rounds, the same of what they are divided by, what it should be)
@@ -301,17 +182,11 @@ def ratio(a, b):
 def decode():
     model, first, which = load()
     prompt, most, rows = torch.tensor([[first]]), f"{LENGTHS[-1]} characters", BATCHES[-1]
-    llama = LlamaCpp(model, torch.get_num_threads()) if installed("llama_cpp", "gguf") else None
-    if llama:
-        check_llama_cpp(llama, model, first)
-
-    contenders = decoders(model, first, llama)
+    contenders = decoders(model, first)
     alone = {(name, f"{n} characters"): partial(write, n) for n in LENGTHS for name, write in contenders.items()}
     single = take_turns(alone, ROUNDS)
 
     batched = {("ours", B): partial(model.generate, prompt.expand(B, 1), BATCH_LENGTH) for B in BATCHES}
-    if llama:
-        batched["llama.cpp", rows] = partial(llama.writer(first, rows, BATCH_LENGTH), BATCH_LENGTH)
     many = take_turns(batched, FEW_ROUNDS)
     rates = {(name, f"{B} at once"): [B * BATCH_LENGTH / s for s in its] for (name, B), its in many.items()}
 
@@ -335,9 +210,6 @@ def decode():
     ]
     if "transformers" in contenders:
         ratios.append((f"transformers / ours, {most}", single["transformers", most], ours, "at least 2.6"))
-    if llama:
-        ratios.append((f"ours / llama.cpp, {most}", ours, single["llama.cpp", most], "at most 1.5"))
-        ratios.append((f"llama.cpp / ours, {rows} at once", many["llama.cpp", rows], many["ours", rows], "at least 2"))
     return which, tables, ratios
 
 
@@ -411,7 +283,6 @@ def load():
     return GPT(GPTConfig(VOCAB_SIZE)).eval(), 0, "random weights, as there is no checkpoints/pretrained.pt"
 
 
-# ---------------------------------------------------------------------------------------------------
 # Showing it
 
 
@@ -448,7 +319,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["decode", "train"], help="writing, or a training step")
     parser.add_argument("--chart", action="store_true", help="with decode: a mermaid chart of the time by length")
-    what = "of torch and llama.cpp; NumPy has its own, OMP_NUM_THREADS (default: %(default)s)"
+    what = "of torch; NumPy has its own, OMP_NUM_THREADS (default: %(default)s)"
     parser.add_argument("--threads", type=bounded(1, 1024), default=1, metavar="N", help=what)
     args = parse(parser)
     if args.chart and args.what != "decode":
