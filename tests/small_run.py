@@ -62,7 +62,7 @@ def train_run(out, stopping=lambda: False, resume=False, poems=POEMS, **changes)
 def process_state():
     """What belongs to the process and not to a run."""
     handlers = [signal.getsignal(number) for number in SIGNALS]
-    return handlers, torch.get_num_threads(), torch.get_rng_state().tolist(), sys.stdout, sys.stderr
+    return handlers, torch.get_num_threads(), torch.get_rng_state().tolist()
 
 
 def command(*arguments):
